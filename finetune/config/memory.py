@@ -61,7 +61,8 @@ class OffloadConfig:
     """Twin-Flow: share of the optimizer's state that lies on the CPU, the rest on the device; ZeRO stage 3, optimizer cpu."""
 
     method: Literal["plain", "superoffload", "zenflow"] = "plain"
-    """``superoffload``: the CPU's update overlaps the GPU's work (GH200 and the like); CUDA, ZeRO stage 3, optimizer cpu.
+    """``superoffload``: the CPU's update overlaps the GPU's work (GH200 and the like), where gradients are not clipped; CUDA,
+    ZeRO stage 3, optimizer cpu, and no state to resume from.
     ``zenflow``: the rows of each matrix with the largest gradients are updated in every step, the others every few steps and
     beside the device's work; optimizer cpu, AdamW."""
 

@@ -72,6 +72,8 @@ class TuneConfig:
         require(self.lora is None or offload.ratio == 1.0, "offload.ratio", offload.ratio, rule)
         if offload.method == "superoffload":
             require(self.run.device != "cpu", "offload.method", "superoffload", "be plain on the CPU: it needs CUDA")
+            rule = "be false with offload.method superoffload: DeepSpeed keeps moments where no save reaches them, in a process"
+            require(not self.save.resume_state, "save.resume_state", True, rule)
 
     def _check_optimizer(self) -> None:
         """Some ways of offloading are made for one optimizer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from checkpoint.text.tokenizer_files import TOKENIZER_FORMS
 from finetune.config import SourceConfig, TuneConfig
@@ -32,6 +32,9 @@ from finetune.units import in_gib
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_SHARED_WITH_SUPEROFFLOAD: Final = 8
+"""Bytes of an element: its weight and its gradient in fp32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
@@ -53,6 +56,9 @@ class Forecast:
     """Saves that lie on the disk together at most; ``None`` when unknown before the data is counted."""
     disk_bytes: int
     """What the run adds to the disk; with ``saves`` unknown, two saves."""
+    shared_bytes: int
+    """What lies in ``/dev/shm`` of the host memory: with SuperOffload, fp32 weights and gradients, which DeepSpeed hands to a
+    process of its own there."""
     pace: Pace | None
     """Seconds of a step, if known."""
     flops_per_token: float
@@ -78,6 +84,7 @@ class Forecast:
             ("host memory", self.host_bytes, hardware.ram_bytes),
             ("NVMe space", self.nvme_bytes, hardware.nvme_bytes),
             ("disk space", self.disk_bytes, hardware.disk_bytes),
+            ("space in /dev/shm", self.shared_bytes, hardware.shared_bytes),
         ):
             if room is not None and needed > room:
                 found.append(f"{what}: needs {in_gib(needed)} GiB of {in_gib(room)} GiB")
@@ -139,6 +146,7 @@ def forecast(
         resume_bytes=resume,
         saves=saves,
         disk_bytes=(2 if saves is None else max(0, saves - _kept_already(config))) * (checkpoint + resume) + data,
+        shared_bytes=_SHARED_WITH_SUPEROFFLOAD * facts.trained if config.offload.method == "superoffload" else 0,
         pace=pace,
         flops_per_token=facts.flops_per_token(config.data.seq_len),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from finetune.config import TuneConfig
 from finetune.machine import inventory
 from host import limits
+
+_SHARED: Final = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class Hardware:
     """Free where the run is kept."""
     nvme_bytes: int | None
     """Free where the offloaded state lies."""
+    shared_bytes: int | None = None
+    """Free in ``/dev/shm``, where processes of one machine share memory."""
     described: bool = False
     """Whether any of it was given by hand."""
 
@@ -47,6 +52,7 @@ def this_machine(config: TuneConfig, *, already_taken: int = 0) -> Hardware:
         ram_bytes=min(inventory.memory_bytes(), limits.memory_available() + already_taken),
         disk_bytes=free_bytes(Path(config.run.output)),
         nvme_bytes=_nvme_free(config),
+        shared_bytes=shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
     )
 
 
@@ -73,6 +79,7 @@ def described_machine(
         ram_bytes=here.ram_bytes if ram_gib is None else gib(ram_gib),
         disk_bytes=here.disk_bytes if disk_gib is None else gib(disk_gib),
         nvme_bytes=here.nvme_bytes if nvme_gib is None else gib(nvme_gib),
+        shared_bytes=here.shared_bytes if ram_gib is None else None,
         described=any(value is not None for value in (gpus, gpu_gib, ram_gib, nvme_gib, disk_gib)),
     )
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_training
-from tests.gpu import device
 from tests.finetune.support import run_command
+from tests.gpu import device
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOR_A_DEVICE: Final = [path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
@@ -96,6 +96,16 @@ def test_a_step_is_profiled_without_what_the_host_does_beside() -> None:
     numbers = torch.ones(8)
     assert gpu.device_seconds(lambda: None, "cpu") == 0
     assert gpu.device_seconds(lambda: numbers.add_(1), "cpu") > 0
+
+
+def test_superoffload_is_timed_where_it_overlaps_and_compared_where_gradients_are_clipped() -> None:
+    """As DeepSpeed has it, nothing overlaps where they are clipped."""
+    clips = {
+        case.part: case.way["optimizer"].get("clip", 1.0)
+        for case in gpu_training.cases()
+        if case.way.get("optimizer") is not None
+    }
+    assert clips == {"exact": 1.0, "ways": 0.0}
 
 
 def test_the_watch_for_waits_is_no_wait_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from finetune.config import (
     DiskSettings,
     OffloadConfig,
     OptimizerConfig,
+    SaveConfig,
     TuneConfig,
     ZenFlowConfig,
     ZeroConfig,
@@ -111,7 +112,8 @@ def test_a_ratio_is_shared_out_in_whole_pieces_of_a_ranks_part(elements: int, si
 
 def test_a_method_is_named_only_where_it_is_deepspeeds() -> None:
     for method in ("plain", "zenflow", "superoffload"):
-        zero = zero_of(tune(offload=OffloadConfig(optimizer="cpu", method=method)))
+        save = SaveConfig(resume_state=method != "superoffload")
+        zero = zero_of(tune(offload=OffloadConfig(optimizer="cpu", method=method), save=save))
         assert ("super_offload" in zero["offload_optimizer"]) is (method == "superoffload")
         assert "zenflow" not in zero, "ours works over the flat pieces, and DeepSpeed knows nothing of it"
     paces = OffloadConfig(optimizer="cpu", method="zenflow", zenflow=ZenFlowConfig(share=0.5))

@@ -175,6 +175,10 @@ TOGETHER: dict[str, tuple[Any, str]] = {
         lambda: tune(run=RunConfig(output="x", device="cpu"), offload=offload(**CPU, method="superoffload")),
         "offload.method is 'superoffload'; it must be plain on the CPU: it needs CUDA",
     ),
+    "superoffload with a state to resume from": (
+        lambda: tune(zero=ZeroConfig(stage=3), offload=offload(**CPU, method="superoffload")),
+        "save.resume_state is True; it must be false with offload.method superoffload",
+    ),
     "a ratio with adapters": (
         lambda: tune(lora=LoraConfig(), offload=offload(**CPU, ratio=0.5)),
         "offload.ratio is 0.5; it must be 1 with lora",

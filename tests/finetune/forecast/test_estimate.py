@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config import ModelConfig, SaveConfig
+from finetune.config import ModelConfig, OffloadConfig, SaveConfig, ZeroConfig
 from finetune.errors import ConfigError
 from finetune.forecast.estimate import model_config_of
 from tests.finetune.forecast.support import NEW, config_of, forecast_of, hardware
@@ -33,6 +33,16 @@ def test_every_shortage_is_named() -> None:
         "host memory",
         "disk space",
     ]
+
+
+def test_what_superoffload_shares_between_processes_must_fit_where_they_share_it() -> None:
+    sections = {"zero": ZeroConfig(stage=3), "save": SaveConfig(resume_state=False), "run": {"device": "cuda"}}
+    room = hardware(device="cuda", gpus=2, gpu_bytes=1 << 40, shared_bytes=1 << 20)
+    for method, missing in (("superoffload", ["space in /dev/shm"]), ("plain", [])):
+        offload = OffloadConfig(optimizer="cpu", method=method)  # type: ignore[arg-type]  # one of its names
+        found = forecast_of(config_of(offload=offload, **sections), room)
+        assert found.shared_bytes == (8 * found.facts.trained if missing else 0)
+        assert [sentence.split(":")[0] for sentence in found.shortages()] == missing
 
 
 def test_what_cannot_be_is_refused_as_a_run_would() -> None:

@@ -22,6 +22,7 @@ from finetune.config import (
     OffloadConfig,
     OptimizerConfig,
     RunConfig,
+    SaveConfig,
     TuneConfig,
 )
 from finetune.distributed import Peers
@@ -294,10 +295,11 @@ def test_what_these_optimizers_cannot_do_is_refused_by_its_key(name: str) -> Non
     config(name, offload=OffloadConfig(parameters="nvme", path="/disk"))
     with pytest.raises(ConfigError, match=rf"offload.optimizer is 'nvme'.* none or cpu with optimizer.name {name}"):
         config(name, offload=OffloadConfig(optimizer="nvme", path="/disk"))
+    run, save = RunConfig(output="out", device="cuda"), SaveConfig(resume_state=False)
     for changed in ({"ratio": 0.5}, {"method": "superoffload"}):
         (key,) = changed
         with pytest.raises(ConfigError, match=rf"offload\.{key} is .* unless optimizer.name is adamw \(it is {name}\)"):
-            config(name, offload=OffloadConfig(optimizer="cpu", **changed), run=RunConfig(output="out", device="cuda"))
+            config(name, offload=OffloadConfig(optimizer="cpu", **changed), run=run, save=save)
 
 
 def test_twin_flow_is_for_adamw() -> None:
