@@ -2,7 +2,8 @@
 #   docker build --target cpu -t tessera:cpu .
 #   docker run --rm --read-only --cap-drop ALL -p 127.0.0.1:50051:50051 -v /path/to/checkpoint:/model:ro --shm-size 1g tessera:cpu
 #
-# Targets: cpu and cuda serve, without a compiler; train has one, because DeepSpeed compiles its operations for the processor it trains on.
+# Targets: cpu and cuda serve; cuda has a C compiler, which Triton needs, and train one of C++, because DeepSpeed compiles its operations for the
+# processor it trains on.
 # Arguments: BASE, the base image, which is pinned by giving it with its digest (python:3.11-slim@sha256:...); PIP_ARGS, which index pip asks;
 # CPU_INDEX, where torch without CUDA is; SOURCE_DATE_EPOCH, the time of the files in the wheel.
 ARG BASE=docker.io/library/python:3.11-slim
@@ -43,7 +44,7 @@ COPY --from=wheel /wheel /wheel
 RUN pip install --no-cache-dir --no-index --no-deps /wheel/*.whl && tessera-serve build-kernels \
     && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --of JSON -o /opt/tessera/sbom.cdx.json /opt/tessera/bin/python
 
-# What every image that serves has beside the packages: no compiler, no pip but the base's own, a user without a home.
+# What every image that serves has beside the packages: no pip but the base's own, a user without a home.
 FROM ${BASE} AS runtime
 RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin tessera \
     && mkdir -p /usr/share/sbom && dpkg-query -W > /usr/share/sbom/debian.txt
@@ -78,5 +79,12 @@ COPY --from=wheel /wheel /wheel
 RUN pip install --no-cache-dir --no-index --no-deps /wheel/*.whl && tessera-serve build-kernels \
     && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --of JSON -o /opt/tessera/sbom.cdx.json /opt/tessera/bin/python
 
+# Triton compiles kernels for the GPU that it finds, what calls them with a C compiler, and keeps both where code may run: Docker has none run from
+# /dev/shm. With --read-only it takes --tmpfs /tmp:exec.
 FROM runtime AS cuda
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+    && dpkg-query -W > /usr/share/sbom/debian.txt
+ENV TRITON_CACHE_DIR=/tmp/triton
+USER 10001:10001
 COPY --from=cuda-packages /opt/tessera /opt/tessera

@@ -33,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def bytes_left(device: torch.device, cache: CacheConfig) -> int:
-    """What this process may still fill with tensors beside those it holds: of a GPU no more than ``keep_within`` lets it take.
+    """What this process may still fill with tensors beside those it holds: of a GPU no more than ``take`` lets it have.
 
     Room that the allocator keeps and no tensor is in counts as free within that share.
     """
@@ -56,9 +56,15 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def keep_within(device: torch.device, cache: CacheConfig) -> None:
-    """Let this process take no more of a GPU than ``cache.memory_fraction``, so that others' share of it stays theirs."""
-    if device.type == "cuda" and cache.kv_cache_gib is None:
+def take(device: torch.device, cache: CacheConfig) -> None:
+    """Have this thread compute on a GPU from now on, and this process take no more of it than ``cache.memory_fraction``.
+
+    So others' share of it stays theirs, and nothing comes to lie on the first GPU for want of a word.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)
+    if cache.kv_cache_gib is None:
         torch.cuda.set_per_process_memory_fraction(cache.memory_fraction, device)
 
 

@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 from typing import Final
 
 import torch
@@ -39,13 +40,17 @@ class OrderLoop:
     def _follow(self, orders: socket.socket) -> None:
         give_way(_NICENESS)
         torch.set_grad_enabled(False)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        try:
-            while True:
-                wire.send(orders, wire.encode(self._answer(wire.decode_order(wire.receive(orders)))))
-        except wire.ConnectionLost:
-            pass  # the server is gone, and the thread that computes ends the process
+        with ExitStack() as beside:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                # What is copied to the device waits for no step there: other weights come in thousands of pieces.
+                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+                beside.enter_context(torch.cuda.stream(stream))
+            try:
+                while True:
+                    wire.send(orders, wire.encode(self._answer(wire.decode_order(wire.receive(orders)))))
+            except wire.ConnectionLost:
+                pass  # the server is gone, and the thread that computes ends the process
 
     def _answer(self, order: wire.Order) -> wire.Report:
         if not isinstance(order, wire.ProfilingOrder):

@@ -50,6 +50,7 @@ class Ranks:
         self.size = size
         self.stage = stage
         self.group = group
+        self._control: dist.ProcessGroup | None = None
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._progress = progress or Progress()
         self._memory = memory
@@ -190,8 +191,9 @@ class Ranks:
         """Small integers travel over gloo, whatever carries the activations."""
         if dist.get_backend() == "gloo":
             return None
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        return group
+        if self._control is None:
+            self._control = dist.new_group(backend="gloo")
+        return self._control
 
     def limit_exchanges(self, seconds: float) -> None:
         """From now on a rank ends when an exchange of GPUs takes so long; until now others may have had much to load.

@@ -120,8 +120,8 @@ def _load(
 
         device = choose_device(config.model.device, int(os.environ["LOCAL_RANK"]))
         name = gpus.name_of(device)  # asked for while it is well
+        gpus.take(device, config.cache)
         gpus.tell(device, rank, config.ranks_per_node[0])
-        gpus.keep_within(device, config.cache)
         os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed guesses otherwise, and warns that it does
         size, stages = config.model.tensor_parallel_size, config.model.pipeline_parallel_size
         memory, patience_seconds = None if shared_fd < 0 else shared_fd, config.supervisor.start_timeout_seconds

@@ -117,10 +117,21 @@ def test_the_image_installs_the_dependencies_of_the_package_and_no_others(built:
     assert ["tessera[serve]", *(built / "app/train.txt").read_text().split("\n")[:-1]] == extras["train"]
 
 
-def test_what_serves_has_no_compiler_and_one_base() -> None:
-    """The stages that images come from install nothing: all is copied from those that do."""
+def test_what_serves_has_no_compiler_but_the_one_triton_needs() -> None:
+    """The stages that images come from install nothing else: all is copied from those that do."""
     for name in ("runtime", "cpu", "cuda"):
-        assert not any("apt-get" in rest or "pip install" in rest for _, rest in stage(name))
+        assert not any("pip install" in rest for _, rest in stage(name))
+        installed = [re.findall(r"apt-get install -y --no-install-recommends ([^&]*)", rest) for _, rest in stage(name)]
+        assert [word.split() for found in installed for word in found] == ([["gcc", "libc6-dev"]] if name == "cuda" else [])
+
+
+def test_what_triton_compiles_lies_where_code_may_run_and_its_user_has_no_rights() -> None:
+    cuda = stage("cuda")
+    assert ("ENV", "TRITON_CACHE_DIR=/tmp/triton") in cuda
+    assert [rest for keyword, rest in cuda if keyword == "USER"] == ["root", "10001:10001"]
+
+
+def test_what_all_images_share_is_one_base() -> None:
     bases = {rest.split(" AS ")[0] for keyword, rest in instructions() if keyword == "FROM"}
     stages = {rest.split(" AS ")[1] for keyword, rest in instructions() if keyword == "FROM"}
     assert bases - stages == {"${BASE}"}

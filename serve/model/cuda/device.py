@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import shutil
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -106,7 +109,29 @@ def _lack(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < _KERNELS_NEED:
         return f"they need compute capability {_said(_KERNELS_NEED)}, and {device} has {_said(capability)}"
-    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
+    return _lack_of_triton()
+
+
+def _lack_of_triton() -> str:
+    """What Triton compiles kernels with, and where it keeps them, is asked for before a model is loaded for nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = [given] if (given := os.environ.get("CC")) else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"Triton needs a C compiler, and there is no {' or '.join(compilers)}; CC may name one"
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    remedy = "TRITON_CACHE_DIR may name another folder"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"Triton keeps its kernels in {folder}, which cannot be made ({error.strerror}); {remedy}"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"Triton keeps its kernels in {folder}, which cannot be written; {remedy}"
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return f"Triton keeps its kernels in {folder}, from where no code may run (noexec); {remedy}"
+    return ""
 
 
 def _said(capability: tuple[int, int]) -> str:

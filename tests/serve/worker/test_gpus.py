@@ -94,6 +94,16 @@ def test_an_exchange_of_gpus_may_take_as_long_as_a_step_within_a_stage_and_betwe
     assert limits == [(timedelta(seconds=120), group) for group in (None, own)[:limited]]
 
 
+def test_small_numbers_go_by_one_group_beside_that_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, used = list[str](), list[object]()
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "new_group", lambda backend: made.append(backend) or "small")  # type: ignore[func-returns-value]  # None is meant
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: used.append(group))
+    ranks = Ranks(0, 2)
+    assert [ranks.smallest(value) for value in (3, 4)] == [3, 4]
+    assert (made, used) == (["gloo"], ["small", "small"])
+
+
 @pytest.mark.parametrize(
     ("free", "allocated", "kv_cache_gib", "left"),
     [
@@ -114,10 +124,12 @@ def test_what_is_left_of_a_gpu_is_within_the_share_of_the_process(
 
 
 def test_a_process_is_kept_within_its_share_of_a_gpu_unless_its_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[tuple[float, torch.device]] = []
+    kept, used = list[tuple[float, torch.device]](), list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: kept.append((share, device)))
     first = torch.device("cuda:1")
-    gpus.keep_within(first, CacheConfig(memory_fraction=0.4))
-    gpus.keep_within(first, CacheConfig(memory_fraction=0.4, kv_cache_gib=2.0))
-    gpus.keep_within(torch.device("cpu"), CacheConfig(memory_fraction=0.4))
+    gpus.take(first, CacheConfig(memory_fraction=0.4))
+    gpus.take(first, CacheConfig(memory_fraction=0.4, kv_cache_gib=2.0))
+    gpus.take(torch.device("cpu"), CacheConfig(memory_fraction=0.4))
     assert kept == [(0.4, first)]
+    assert used == [first, first], "what is made without a word of where lies there"

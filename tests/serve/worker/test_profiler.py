@@ -8,10 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -254,6 +255,36 @@ def test_orders_begin_tell_fetch_and_forget(served: Served, monkeypatch: pytest.
         for thread in threading.enumerate():
             if thread.name == "orders":
                 thread.join()
+
+
+def test_on_a_device_orders_are_followed_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they copy there waits for no step."""
+    seen, device = list[str](), torch.device("cuda:1")
+
+    @contextmanager
+    def entered(stream: str) -> Iterator[None]:
+        seen.append(f"on {stream}")
+        yield
+        seen.append(f"off {stream}")
+
+    class Answering:
+        def answer(self, order: wire.Order) -> wire.Report:
+            seen.append(type(order).__name__)
+            return wire.Fine()
+
+    monkeypatch.setattr("serve.worker.order_loop.give_way", lambda niceness: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(f"{device}"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    ours, theirs = socket.socketpair()
+    loop = OrderLoop(cast("Exchange", Answering()), cast("Profiler", None), device)
+    with ours, theirs:
+        follower = threading.Thread(target=loop._follow, args=(theirs,))
+        follower.start()
+        assert _ask(ours, wire.Forget()) == wire.Fine()
+        ours.shutdown(socket.SHUT_RDWR)
+        follower.join()
+    assert seen == ["cuda:1", "on a stream of cuda:1", "Forget", "off a stream of cuda:1"]
 
 
 def _ask(orders: socket.socket, order: wire.Order) -> wire.Report:

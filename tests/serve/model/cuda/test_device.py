@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +48,54 @@ def test_without_triton_it_is_plain_torch_and_the_log_says_so(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
     assert "Triton is not installed" in caplog.text
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where Triton keeps kernels."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path / "triton"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "lack"),
+    [
+        (None, "Triton needs a C compiler, and there is no gcc or clang; CC may name one"),
+        ("/nowhere/cc", "Triton needs a C compiler, and there is no /nowhere/cc; CC may name one"),
+    ],
+)
+def test_without_what_triton_compiles_with_it_is_plain_torch_and_the_log_says_so(
+    device: SimpleNamespace,
+    cache: Path,
+    compiler: str | None,
+    lack: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
+    assert lack in caplog.text
+
+
+def test_where_triton_cannot_keep_kernels_it_is_plain_torch_and_the_log_says_which_folder(
+    device: SimpleNamespace, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("no folder")
+    assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
+    cache.unlink()
+    flags = SimpleNamespace(f_flag=os.ST_NOEXEC)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: flags)
+        assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
+        assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
+    for lack in ("which cannot be made (File exists)", "from where no code may run (noexec)", "which cannot be written"):
+        assert f"Triton keeps its kernels in {cache}, {lack}; TRITON_CACHE_DIR may name another folder" in caplog.text
+    assert device_backend(DEVICE, torch.bfloat16)[0] == "triton"
 
 
 def test_fp8_is_refused_by_name_on_a_device_that_cannot_convert_it(device: SimpleNamespace) -> None:
