@@ -288,3 +288,36 @@ def test_the_image_for_training_can_train(storage: Storage, image: dict[str, Any
     container = storage.buildah("from", "--pull-never", "tessera:train")
     doctor = storage.buildah("run", "--isolation", "chroot", container, "--", "tessera-finetune", "doctor")
     assert "c++ compiler" in doctor
+
+
+COMPILES = """
+from triton.runtime.build import compile_module_from_src
+from serve.model.cuda.device import lack_of_triton
+source = '''
+#include <Python.h>
+static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "probe", "", -1, methods};
+PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&module); }
+'''
+print([lack_of_triton(), compile_module_from_src(source, "probe").answer()])
+"""
+"""As Triton compiles what launches its kernels, which no GPU is needed for."""
+
+
+def test_in_the_image_for_cuda_triton_compiles_and_runs_what_it_compiled(storage: Storage, base: str, model: Path) -> None:
+    """Read-only, as the user that it has, with a folder in memory at /tmp as Kubernetes has one."""
+    image = build(storage, "cuda")
+    container = storage.buildah("from", "--pull-never", "tessera:cuda")
+    bundle = Bundle.of(storage, Path(storage.buildah("mount", container)), image, model, ())
+    spec = json.loads((bundle.folder / "config.json").read_text())
+    spec["process"]["args"] = ["python", "-c", COMPILES]
+    spec["mounts"].append(
+        {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]}
+    )
+    (bundle.folder / "config.json").write_text(json.dumps(spec))
+    assert bundle.runc("run", "--bundle", bundle.folder, bundle.name).strip() == "['', 42]"
+    spec["mounts"].pop()
+    (bundle.folder / "config.json").write_text(json.dumps(spec))
+    told = bundle.runc("run", "--bundle", bundle.folder, f"{bundle.name}-without", code=1)
+    assert told == "", "without it nothing is compiled"

@@ -109,11 +109,11 @@ def _lack(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < _KERNELS_NEED:
         return f"they need compute capability {_said(_KERNELS_NEED)}, and {device} has {_said(capability)}"
-    return _lack_of_triton()
+    return lack_of_triton()
 
 
-def _lack_of_triton() -> str:
-    """What Triton compiles kernels with, and where it keeps them, is asked for before a model is loaded for nothing."""
+def lack_of_triton() -> str:
+    """Why Triton cannot compile here what launches its kernels, or keep it; empty where it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     compilers = [given] if (given := os.environ.get("CC")) else ["gcc", "clang"]
