@@ -19,6 +19,7 @@ import torch
 from serve.config import KernelsConfig
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from tests.serve.model.cuda.interpreter import patch_once
 from tests.serve.worker.family_worker import settings
 from tests.serve.worker.test_decode_graphs import Waits
 
@@ -30,6 +31,9 @@ ON_DEVICE: Final = [
 ]
 """What a test of this folder is marked with."""
 ALONE: Final = Ranks(0, 1)
+
+if REHEARSED:
+    patch_once()
 
 T = TypeVar("T")
 

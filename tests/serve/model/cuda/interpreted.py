@@ -18,6 +18,7 @@ from torch import Tensor
 from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout, TorchBackend, narrowed
 from serve.model.cuda.backend import TritonBackend
 from tests.serve.model.cuda.cases import CASES, TURNED_TOLERANCE, Case
+from tests.serve.model.cuda.interpreter import patch_once
 
 
 def compare(case: Case, device: str = "cpu", processors: int = 8) -> dict[str, float | bool]:
@@ -199,5 +200,6 @@ def _turned(x_THD: Tensor, rotary: Rotary) -> Tensor:
 
 
 if __name__ == "__main__":
+    patch_once()
     beside = {"differences beside neighbours": compare_neighbours()}
     print(json.dumps({name: compare(case) for name, case in CASES.items()} | beside))

@@ -15,6 +15,7 @@ import torch
 
 from serve.model.cuda.linear import whole_number_packer
 from serve.model.quantized import BITS, quantize, reference
+from tests.serve.model.cuda.interpreter import patch_once
 
 ROUNDING: Final = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}
 CASES: Final = {
@@ -60,4 +61,5 @@ def spoiled() -> list[bool]:
 
 
 if __name__ == "__main__":
+    patch_once()
     print(json.dumps({name: compare(name) for name in CASES} | {"a weight that is no number": spoiled()}))

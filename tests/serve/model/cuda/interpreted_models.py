@@ -22,6 +22,7 @@ from serve.model.cuda.device import launch_less
 from serve.worker import loader
 from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
+from tests.serve.model.cuda.interpreter import patch_once
 from tests.serve.worker.family_worker import settings
 from tests.serve.worker.test_loader import VARIANTS
 from tests.support.models import VOCABULARY, save
@@ -87,4 +88,5 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    patch_once()
     main(sys.argv[1:])

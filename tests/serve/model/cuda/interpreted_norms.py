@@ -19,6 +19,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from serve.model.cuda import residuals
 from serve.model.cuda.layers import norm_by_one_launch
+from tests.serve.model.cuda.interpreter import patch_once
 
 ROUNDING: Final = {torch.float32: 1e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """Of numbers below 2. The interpreter cuts bf16 off where a GPU rounds."""
@@ -109,5 +110,6 @@ def beside() -> bool:
 
 
 if __name__ == "__main__":
+    patch_once()
     found = {name: compare(name) for name in CASES} | {name: compare_sum(name) for name in SUMS}
     print(json.dumps(found | {"another type": beside(), "kept for another": kept_for_another()}))
