@@ -8,6 +8,7 @@ TESSERA_IMAGE_STORE names a folder that keeps images and their layers for the ne
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -306,11 +307,20 @@ print([lack_of_triton(), compile_module_from_src(source, "probe").answer()])
 
 
 def test_in_the_image_for_cuda_triton_compiles_and_runs_what_it_compiled(storage: Storage, base: str, model: Path) -> None:
-    """Read-only, as the user that it has, with a folder in memory at /tmp as Kubernetes has one."""
+    """Read-only, as the user that it has, with a folder in memory at /tmp as Kubernetes has one.
+
+    Where pip's index has torch for CPUs alone, the image comes without Triton, and gets this environment's.
+    """
     image = build(storage, "cuda")
     container = storage.buildah("from", "--pull-never", "tessera:cuda")
-    bundle = Bundle.of(storage, Path(storage.buildah("mount", container)), image, model, ())
+    root = Path(storage.buildah("mount", container))
+    bundle = Bundle.of(storage, root, image, model, ())
     spec = json.loads((bundle.folder / "config.json").read_text())
+    if not list(root.glob("opt/tessera/lib/python3.*/site-packages/triton")):
+        assert list(root.glob(f"opt/tessera/lib/python{sys.version_info[0]}.{sys.version_info[1]}")), "another Python's Triton"
+        (own,) = importlib.util.find_spec("triton").submodule_search_locations or ()  # type: ignore[union-attr]  # it is installed
+        spec["mounts"].append({"destination": "/own/triton", "type": "bind", "source": own, "options": ["rbind", "ro"]})
+        spec["process"]["env"] = [*image["Env"], "PYTHONPATH=/own"]
     spec["process"]["args"] = ["python", "-c", COMPILES]
     spec["mounts"].append(
         {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]}
