@@ -103,8 +103,8 @@ def cases() -> Iterator[Case]:
     yield Case("exact", "SuperOffload, bf16", "125M", clipped, nears="nothing offloaded, bf16", **superoffload)
     yield Case("fits", "1.4B, both offloaded", "1.4B", BOTH, micro=4)
     yield Case("fits", "2.8B, both offloaded", "2.8B", BOTH, micro=2)
-    kept: Tree = {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "ratio": 0.4}}
-    yield Case("fits", "6.9B, weights on the device, 0.4 of the optimizer offloaded", "6.9B", kept, steps=5)
+    kept: Tree = {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "ratio": 0.6}}
+    yield Case("fits", "6.9B, weights on the device, 0.6 of the optimizer offloaded", "6.9B", kept, steps=5)
     yield Case("disk", "1.4B, optimizer on NVMe", "1.4B", DISK, micro=4)
     for name, way in (("optimizer", OPTIMIZER), ("Twin-Flow", TWIN_FLOW), ("ZenFlow", ZENFLOW), ("SuperOffload", SUPEROFFLOAD)):
         yield Case("ways", f"1.4B, {name}", "1.4B", way, steps=12, micro=4, needs_cuda=name == "SuperOffload")

@@ -283,8 +283,10 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
     device["activations"] = activations
     if layout.stage == 3:
         live = min(LIVE_PARAMETERS, trained + facts.frozen // layout.pipeline)
-        device["gathered weights"] = w * live
-        device["reduced copy"] += w * in_bucket
+        if layout.shares > 1 or layout.parameters != "none":  # else DeepSpeed's whole weight is the part itself
+            device["gathered weights"] = w * live
+        if layout.shares > 1:  # alone, what is joined is not sent in another type
+            device["reduced copy"] += w * in_bucket
     elif layout.stage == 0:
         device["gradients"] = w * trained
     elif layout.optimizer == "none":

@@ -6,7 +6,7 @@ Names of parameters are transformers' names everywhere; tied weights are one par
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -204,10 +204,30 @@ def initialise(model: PreTrainedModel, gather: Gather, seed: int) -> None:
             near += child.parameters(recurse=False)
         with gather(list(dict.fromkeys(near))) as writes:
             if writes or not near:
-                initialise_module(owner, module)
+                with _on_host(near):
+                    initialise_module(owner, module)
 
     with hf_init.guard_torch_init_functions():
         visit(model, model)
+
+
+@contextmanager
+def _on_host(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Have parameters of a device lie in the host's memory within: its generator draws other numbers for a seed than the CPU's.
+
+    So a run begins with the same weights wherever they are kept, and whichever way of offloading has them.
+    """
+    away = [(parameter, parameter.data) for parameter in parameters if _is_on_device(parameter)]
+    for parameter, there in away:
+        parameter.data = there.to("cpu", copy=True)
+    yield
+    for parameter, there in away:
+        there.copy_(parameter.data)
+        parameter.data = there
+
+
+def _is_on_device(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cuda"
 
 
 @torch.no_grad()

@@ -94,6 +94,7 @@ class Exchange:
             checkpoint.close()
             return wire.Differs(difference)
         self._candidate = _Candidate(config, checkpoint, found)
+        gpus.give_back(self._model.device)  # where the last weights lay: nothing but steps would be put there again
         return wire.Alike(
             self._model.filler.num_bytes, gpus.bytes_left(self._model.device, self._config.cache), checkpoint.step
         )

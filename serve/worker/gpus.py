@@ -16,8 +16,10 @@ _GIB = 1 << 30
 
 def uuid_of(device: torch.device) -> str:
     """The name by which the driver knows a GPU, ``GPU-…``, or a slice of one, ``MIG-…``."""
-    kind = "MIG" if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") else "GPU"
-    return f"{kind}-{torch.cuda.get_device_properties(device).uuid}"
+    found = torch.cuda.get_device_properties(device)
+    # A container's runtime gives a slice without that variable.
+    is_slice = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") or " MIG " in found.name
+    return f"{'MIG' if is_slice else 'GPU'}-{found.uuid}"
 
 
 def name_of(device: torch.device) -> str:

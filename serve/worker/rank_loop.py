@@ -135,7 +135,7 @@ def _load(
         runner = Runner(model, ranks, draft, model.narrow)
         with progress.with_others():
             check_forward(config.model, model, ranks, runner)
-            if config.model.verify_logits:
+            if config.model.verify_logits and not tried:
                 verify_logits(config, model, ranks)
             if runner.graphs is not None:
                 runner.graphs.capture()
@@ -160,11 +160,20 @@ def _keep_memory(device: torch.device) -> None:
 
 
 def _trial(config: ServerConfig, progress: Progress, drafts: list[RankModel | None]) -> Callable[[RankModel, Ranks], int]:
-    """What ``load_rank`` tries steps by. The draft model is loaded before blocks are counted, and left in ``drafts``."""
+    """What ``load_rank`` tries steps by. The draft model is loaded before blocks are counted, and left in ``drafts``.
+
+    So is the whole model that the ranks' logits are compared with: there is no room for it beside the blocks.
+    """
+    from serve.worker import gpus
     from serve.worker.drafting import load_draft
     from serve.worker.trial import bytes_of_steps
+    from serve.worker.verify import verify_logits
 
     def trial(model: RankModel, ranks: Ranks) -> int:
+        if config.model.verify_logits:
+            with progress.with_others():
+                verify_logits(config, model, ranks)
+            gpus.give_back(model.device)
         drafts.append(draft := load_draft(config, model, ranks.rank))
         with progress.with_others():
             return bytes_of_steps(config, model, ranks, draft)

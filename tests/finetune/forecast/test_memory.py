@@ -134,6 +134,19 @@ def test_one_rank_of_zero_three_gathers_nothing_on_a_cpu() -> None:
     assert gathered(2) > 0
 
 
+def test_one_rank_of_zero_three_copies_weights_on_a_gpu_only_from_where_they_wait() -> None:
+    def backward(ranks: int, parameters: str) -> dict[str, int]:
+        offload = OffloadConfig(optimizer="cpu", parameters=parameters)  # type: ignore[arg-type]  # one of its places
+        config = config_of(run={"ranks": ranks, "device": "cuda"}, zero=ZeroConfig(stage=3), offload=offload)
+        facts = facts_of(config, model_config_of(config), "bf16", on_gpu=True)
+        return dict(_phases(facts, layout_of(config, device="cuda", precision="bf16"))["backward pass"][0])
+
+    alone, waiting, two = backward(1, "none"), backward(1, "cpu"), backward(2, "none")
+    assert "gathered weights" not in alone
+    assert waiting["gathered weights"] == two["gathered weights"] > 0
+    assert alone["reduced copy"] == waiting["reduced copy"] == two["reduced copy"] // 2 > 0
+
+
 def test_offload_moves_the_state_to_the_host() -> None:
     room = hardware(device="cuda", gpus=4, gpu_bytes=80 * GIB)
     big = {**NEW, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 4}

@@ -96,6 +96,25 @@ def test_positions_keep_their_type_where_deepspeed_changes_it(monkeypatch: pytes
     assert torch.arange is plain
 
 
+def test_weights_of_a_device_are_drawn_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose generator draws the numbers of runs that have them elsewhere; what no rule sets stays as it was."""
+    here, there = (build_empty(made("gpt2"), torch.float32, nullcontext()) for _ in range(2))
+    drawn, draw = list[set[int]](), build.initialise_module
+    lies = {parameter.data_ptr(): name for name, parameter in there.named_parameters()}
+
+    def drawing(owner: Any, module: Any) -> None:
+        drawn.append({parameter.data_ptr() for parameter in module.parameters(recurse=False)})
+        draw(owner, module)
+
+    initialise(here, _always, 4)
+    monkeypatch.setattr(build, "initialise_module", drawing)
+    monkeypatch.setattr(build, "_is_on_device", lambda parameter: True)
+    initialise(there, _always, 4)
+    assert not set().union(*drawn) & set(lies), "nothing was drawn where the weights lie"
+    assert {parameter.data_ptr(): name for name, parameter in there.named_parameters()} == lies, "where they are again"
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+
+
 def test_equal_seeds_give_equal_weights() -> None:
     first, second, other = (build_empty(made("gpt2"), torch.float32, nullcontext()) for _ in range(3))
     for model, seed in ((first, 4), (second, 4), (other, 5)):

@@ -24,7 +24,7 @@ from serve.model import weight_memory
 from serve.model.filling import Filling
 from serve.model.slice_reading import SliceReader
 from serve.model.weight_memory import _Mapping
-from serve.worker import wire
+from serve.worker import gpus, wire
 from serve.worker.exchange import Exchange
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.orders import Orders
@@ -278,6 +278,18 @@ def test_weights_for_which_there_is_no_memory_are_given_back_and_read_into_place
         result = served.exchange.take(StepPlan(step=9, swap=1))
     assert result == StepResult(step=9)
     assert served.tokens() == reference.greedy(reference.load(folders[1]), PROMPTS[0], NEW_TOKENS)
+
+
+def test_room_is_counted_when_what_the_last_weights_lay_in_is_given_back(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream's freed memory is nobody else's: each exchange would find less."""
+    served, order = Served(folders[0]), list[str]()
+    monkeypatch.setattr(gpus, "give_back", lambda _: order.append("given back"))
+    monkeypatch.setattr(gpus, "bytes_left", lambda *_: order.append("counted") or 5)  # type: ignore[func-returns-value]  # None is meant
+    answer = served.exchange.answer(wire.Look(config_of(folders[1])))
+    assert isinstance(answer, wire.Alike)
+    assert order == ["given back", "counted"]
 
 
 @out_of_memory

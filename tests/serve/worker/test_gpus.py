@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -92,6 +93,22 @@ def test_an_exchange_of_gpus_may_take_as_long_as_a_step_within_a_stage_and_betwe
     monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda *limit: limits.append(limit))
     Ranks(0, size, stage=Stage(0, stages), group=cast("dist.ProcessGroup | None", own)).limit_exchanges(120.0)
     assert limits == [(timedelta(seconds=120), group) for group in (None, own)[:limited]]
+
+
+@pytest.mark.parametrize(
+    ("visible", "name", "called"),
+    [
+        ("", "NVIDIA H100 80GB HBM3", "GPU-8f1c"),
+        (SLICE, "NVIDIA H100 80GB HBM3", "MIG-8f1c"),
+        ("", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG-8f1c"),  # by a container's runtime, which names it elsewhere
+    ],
+)
+def test_a_slice_is_called_by_the_name_that_the_driver_has_for_it(
+    visible: str, name: str, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name, uuid="8f1c"))
+    assert gpus.uuid_of(torch.device("cuda:0")) == called
 
 
 def test_small_numbers_go_by_one_group_beside_that_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

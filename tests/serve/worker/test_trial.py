@@ -176,3 +176,21 @@ def test_a_draft_model_is_there_and_guesses_before_blocks_are_counted_and_has_as
     assert model.facts.num_blocks == min(MEMORY // (own + beside), 4 * 512 // 16)
     runner = Runner(model, ALONE, draft)
     assert generate(runner, ALONE) == generate(Runner(load(Path(config.model.path), 1, ALONE), ALONE), ALONE)
+
+
+def test_logits_are_compared_with_those_of_the_whole_model_before_blocks_take_its_room(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, verify_logits=True))
+    monkeypatch.setattr("serve.worker.verify.verify_logits", lambda *_: order.append("compared"))
+    monkeypatch.setattr("serve.worker.trial.bytes_of_steps", lambda *_: order.append("steps") or 7)  # type: ignore[func-returns-value]  # None is meant
+    monkeypatch.setattr(gpus, "give_back", lambda _: order.append("given back"))
+
+    def count(*_: object, **told: int) -> CacheMemory:
+        order.append(f"blocks beside {told['steps_bytes']} bytes")
+        return CacheMemory(MEMORY, "for this test")
+
+    monkeypatch.setattr(sizing, "choose_memory", count)
+    load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=_trial(config, Progress(), []))
+    assert order == ["compared", "given back", "steps", "blocks beside 7 bytes"]
