@@ -109,8 +109,8 @@ def _zero(config: TuneConfig, device: str, disk: DiskSettings | None, elements: 
         "reduce_bucket_size": buckets,
         "allgather_bucket_size": buckets,
         "contiguous_gradients": True,
-        # On CPU nothing overlaps: the same cores compute and communicate. On a GPU it is also what has DeepSpeed wait for its copies
-        # of offloaded gradients before it is asked whether they are finite.
+        # On CPU nothing overlaps: the same cores compute and communicate. On a GPU it is also what has DeepSpeed wait for its
+        # copies of offloaded gradients before it is asked whether they are finite.
         "overlap_comm": device == "cuda",
     }
     if config.zero.stage == 3:
