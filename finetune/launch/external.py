@@ -134,7 +134,7 @@ def _rank(
         from finetune.distributed import tell_everyone
         from finetune.launch.rank import choose_device, train_rank
 
-        device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), by_launcher=True)
         os.environ["DS_ACCELERATOR"] = device
         from finetune.engines.zero import engine
 

@@ -119,8 +119,11 @@ def _width() -> int | None:
     return int(os.environ.get("TESSERA_CONSOLE_WIDTH", "0")) or None
 
 
-def choose_device(config: TuneConfig, *, local_ranks: int) -> str:
+def choose_device(config: TuneConfig, *, local_ranks: int, by_launcher: bool = False) -> str:
     """``cpu`` or ``cuda``, by ``run.device`` and the GPUs of this machine.
+
+    Args:
+        by_launcher: whether another program started the ranks, and may have shown each of them a GPU of its own.
 
     Raises:
         ConfigError: fewer GPUs than ranks on this machine, or options that need CUDA where there is none.
@@ -129,6 +132,10 @@ def choose_device(config: TuneConfig, *, local_ranks: int) -> str:
 
     has_cuda, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     device = config.run.device
+    each_sees = f"run.device is {device}; {local_ranks} ranks run on this machine, and this one sees {num_gpus} GPUs"
+    all_seen = "let each rank see all of them (Slurm: --gpus-per-node in place of --gpus-per-task, no --gpu-bind)"
+    if by_launcher and device != "cpu" and has_cuda and local_ranks > num_gpus:
+        raise ConfigError(f"{each_sees}: {all_seen}, or set run.device to cpu")
     if device == "auto":
         device = "cuda" if has_cuda and local_ranks <= num_gpus else "cpu"
         if device == "cpu":

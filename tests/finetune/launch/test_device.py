@@ -1,0 +1,34 @@
+"""Which device ranks train on, by what each of them sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.errors import ConfigError
+from finetune.launch.rank import choose_device
+from tests.finetune.forecast.support import config_of
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "given"), [("auto", 8, "cuda"), ("cuda", 8, "cuda"), ("cpu", 1, "cpu"), ("auto", 0, "cpu")]
+)
+def test_ranks_of_a_launcher_take_a_gpu_each_of_those_that_all_of_them_see(
+    wanted: Any, gpus: int, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = config_of(run={"device": wanted})
+    assert choose_device(config, local_ranks=8, by_launcher=True) == given
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_a_launcher_that_shows_each_rank_one_gpu_is_told_to_show_all(wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else ``auto`` would train on the CPU, and say nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    says = rf"^run.device is {wanted}; 8 ranks run on this machine, and this one sees 1 GPUs: let each rank see .*cpu$"
+    with pytest.raises(ConfigError, match=says):
+        choose_device(config_of(run={"device": wanted}), local_ranks=8, by_launcher=True)
