@@ -237,7 +237,9 @@ def by_transformers(model: Generates, prompts: list[list[int]], steps: int, devi
         answers = model.generate_batch(
             inputs=prompts, generation_config=greedy(tokens), continuous_batching_config=room, progress_bar=False
         )
-        assert len(answers) == len(prompts)
+        assert len(answers) == len(prompts), "some prompts have no answer"
+        short = [answer for answer in answers.values() if len(answer.generated_tokens) != tokens]
+        assert not short, f"{len(short)} answers are cut short, as those are of which transformers only logs that they failed"
 
     for name, run in (("generate", generate), ("continuous_batching", continuous)):
         try:

@@ -113,6 +113,10 @@ def _sizes_to_record(config: ServerConfig, rule: LengthRule | None, attention: s
     return tuple(range(1, min(config.scheduler.max_num_seqs, _MOST_RECORDED) + 1))
 
 
+_GROUPS: Final = (9, 10)
+"""Compute capability, its first number, of devices on which torch has grouped products that the host does not wait for."""
+
+
 def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, device: torch.device, attention: str) -> str:
     """Why steps cannot be captured; empty where they can."""
     if device.type == "cuda" and attention != "triton":
@@ -127,6 +131,8 @@ def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, d
         return "its experts, whose rows are no whole number of 16 bytes on a rank, are computed one after the other"
     if device.type == "cuda" and model.dtype != torch.bfloat16:
         return f"experts in {model.dtype} are computed one after the other; in bfloat16 they are not"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GROUPS:
+        return "its experts are computed one after the other on a device of another compute capability than 9 and 10"
     return ""
 
 

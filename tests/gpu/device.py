@@ -55,6 +55,11 @@ def has_fp8() -> bool:
     return REHEARSED or torch.cuda.get_device_capability() >= (8, 9)
 
 
+def groups_products() -> bool:
+    """Whether torch computes the products of all experts at once on the device, as the CPU does in a rehearsal."""
+    return REHEARSED or torch.cuda.get_device_capability()[0] in (9, 10)
+
+
 def reserved_bytes() -> int:
     """What torch holds of the device's memory, once what nothing uses is given back; 0 in a rehearsal."""
     if REHEARSED:

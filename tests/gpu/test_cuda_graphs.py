@@ -13,11 +13,12 @@ from serve.engine.plan import StepResult
 from serve.types import SamplingParams
 from serve.worker.runner import Runner
 from serve.worker.sampling.backend import TorchSampling
-from tests.gpu.device import ALONE, DEVICE, ON_DEVICE, reserved_bytes, some, waits_of_host
+from tests.gpu.device import ALONE, DEVICE, ON_DEVICE, groups_products, reserved_bytes, some, waits_of_host
 from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import generate
 from tests.serve.worker.steps_ahead import one_ahead, plans
 from tests.serve.worker.test_decode_graphs import SAMPLING, decode_plan
+from tests.serve.worker.test_family_parity import ROUTED
 from tests.serve.worker.test_launched_ahead import DRAWN, PENALISED, told
 from tests.support.models import FAMILIES, MORE_FAMILIES, save
 
@@ -40,6 +41,8 @@ def _no_gradients() -> Iterator[None]:
 def test_a_cuda_graph_gives_what_the_step_gives_bit_for_bit(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if family in ROUTED and not groups_products():
+        pytest.skip("this device computes experts one after the other: it takes compute capability 9 or 10")
     folder = save(family, tmp_path / family, with_tokenizer=False)
     tokens_of_both_ways(load_captured(folder, ALONE, dtype, device=DEVICE), ALONE, monkeypatch)
 

@@ -10,13 +10,14 @@ import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from benchmarks import gpu, gpu_training
+from benchmarks.pretrained import Generates
 from tests.finetune.support import run_command
 from tests.gpu import device
 
@@ -96,6 +97,22 @@ def test_a_step_is_profiled_without_what_the_host_does_beside() -> None:
     numbers = torch.ones(8)
     assert gpu.device_seconds(lambda: None, "cpu") == 0
     assert gpu.device_seconds(lambda: numbers.add_(1), "cpu") > 0
+
+
+@pytest.mark.parametrize("given", [[], [1]])
+def test_answers_of_transformers_that_failed_are_no_speed(given: list[int]) -> None:
+    """It counts them as answers, and logs that they failed."""
+
+    class Failing:
+        def generate(self, *_: object, **options: object) -> torch.Tensor:
+            return torch.zeros(2, 3)
+
+        def generate_batch(self, inputs: list[list[int]], **_: object) -> dict[str, Any]:
+            return {str(number): SimpleNamespace(generated_tokens=given) for number, _ in enumerate(inputs)}
+
+    told = gpu.by_transformers(cast("Generates", Failing()), [[1, 2], [3, 4]], 8, "cpu")
+    assert str(told["continuous_batching"]).startswith("failed: AssertionError: 2 answers are cut short")
+    assert "failed" not in str(told["generate"])
 
 
 def test_superoffload_is_timed_where_it_overlaps_and_compared_where_gradients_are_clipped() -> None:

@@ -22,6 +22,7 @@ from serve.model.cuda.static import StaticTorchBackend
 from serve.model.families import FAMILIES
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import loader
+from serve.worker.computing import _obstacle
 from serve.worker.decode_graphs import DecodeGraphs
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.loader import Stopwatch, load_rank
@@ -204,6 +205,18 @@ def test_quantized_experts_are_not_captured(tmp_path: Path) -> None:
     assert load_captured(folder, ALONE).graph_sizes
     with pytest.raises(ConfigError, match=r"^kernels.cuda_graphs is on; the host counts the rows of each of its experts"):
         load_captured(folder, ALONE, quantization="int8")
+
+
+@pytest.mark.parametrize(("capability", "are_captured"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
+def test_experts_are_captured_on_devices_whose_grouped_products_the_host_does_not_wait_for(
+    capability: tuple[int, int], are_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    survey, device = load_captured(save("mixtral", tmp_path, with_tokenizer=False), ALONE).survey, torch.device("cuda:0")
+    model = survey.blueprint.model.to(torch.bfloat16)
+    why = _obstacle(survey.family, None, model, device, "triton")
+    assert bool(why) is not are_captured
+    assert _obstacle(survey.family, None, model.float(), device, "triton"), "in bfloat16 alone, wherever"
 
 
 @pytest.mark.parametrize("changed", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=["int4 weights", "int8 cache"])

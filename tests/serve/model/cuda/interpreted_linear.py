@@ -41,7 +41,7 @@ def compare(name: str, device: str = "cpu") -> float:
     quantization, group, dtype, outputs, inputs, rows, activation = CASES[name]
     torch.manual_seed(rows)
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype) if rows % 2 else None
-    x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs].to(device)
+    x = torch.randn(rows, 2 * inputs).to(dtype).to(device)[:, :inputs]
     weight, bias = weight.to(device), None if bias is None else bias.to(device)
     found = whole_number_packer(quantization, group)(weight, bias, activation)(x).float()
     expected = reference(quantize(weight, BITS[quantization], group), bias, activation)(x).float()
