@@ -42,9 +42,9 @@ import torch
 from rich.console import Console
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, ContinuousBatchingConfig
+from transformers import AutoConfig
 
-from benchmarks.pretrained import Generates, greedy, read_model
+from benchmarks.pretrained import Generates, by_transformers, read_model
 from finetune.model.pretrained import new_model
 from serve.engine.plan import Span, Start, StepPlan, StepResult
 from serve.options import build_config
@@ -220,41 +220,6 @@ def bytes_of_step(model: RankModel, sizes: dict[str, int], batch: int, context: 
     """What a step must read: the weights but the embedding, of which it reads rows, and all keys and values."""
     weights = model.filler.num_bytes - sizes["vocab_size"] * sizes["hidden_size"] * itemsize
     return weights + 2 * sizes["num_hidden_layers"] * sizes["hidden_size"] * itemsize * batch * context
-
-
-def by_transformers(model: Generates, prompts: list[list[int]], steps: int, device: str) -> dict[str, Any]:
-    """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token."""
-    ids = torch.tensor(prompts, device=device)
-    found: dict[str, Any] = {}
-
-    def generate(tokens: int) -> None:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-
-    def continuous(tokens: int) -> None:
-        room = None  # on a GPU it chooses by what is free, on the CPU by all that there is
-        if device == "cpu":
-            room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)
-        answers = model.generate_batch(
-            inputs=prompts, generation_config=greedy(tokens), continuous_batching_config=room, progress_bar=False
-        )
-        assert len(answers) == len(prompts), "some prompts have no answer"
-        short = [answer for answer in answers.values() if len(answer.generated_tokens) != tokens]
-        assert not short, f"{len(short)} answers are cut short, as those are of which transformers only logs that they failed"
-
-    for name, run in (("generate", generate), ("continuous_batching", continuous)):
-        try:
-            seconds = []
-            for tokens in (1, 1, 1 + steps):  # the first warms up
-                began = time.perf_counter()
-                run(tokens)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - began)
-            more = seconds[2] - seconds[1]
-            found[name] = len(prompts) * steps / more if more > 0 else "not told: the longer run took no longer"
-        except Exception as error:  # a peer that cannot do a cell is no reason to lose the others
-            found[name] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return found
 
 
 def loaded(folder: Path, programme: Programme, most_tokens: int) -> tuple[RankModel, Runner, dict[str, Any]]:
