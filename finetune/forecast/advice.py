@@ -94,7 +94,7 @@ def _kinds(config: TuneConfig, given: Forecast, command: str) -> list[list[Chang
         kinds.append([(("zero.stage", 3), ("offload.optimizer", "cpu"), ("offload.parameters", "cpu"))])
     elif config.offload.parameters == "none" and on_gpu and tuned:
         kinds.append([(("zero.stage", 3), ("offload.parameters", "cpu"))])
-    plain: Change = (("offload.method", "plain"),) if config.offload.method == "zenflow" else ()
+    plain: Change = (("offload.method", "plain"),) if config.offload.method != "plain" else ()
     if plain:
         kinds.append([plain])
     if nvme and tuned:

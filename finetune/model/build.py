@@ -220,10 +220,12 @@ def _on_host(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     away = [(parameter, parameter.data) for parameter in parameters if _is_on_device(parameter)]
     for parameter, there in away:
         parameter.data = there.to("cpu", copy=True)
-    yield
-    for parameter, there in away:
-        there.copy_(parameter.data)
-        parameter.data = there
+    try:
+        yield
+    finally:  # what gathered them wants them back where they were, whatever happened
+        for parameter, there in away:
+            there.copy_(parameter.data)
+            parameter.data = there
 
 
 def _is_on_device(parameter: nn.Parameter) -> bool:

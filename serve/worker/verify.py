@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import Final
 
 import torch
@@ -101,6 +102,8 @@ def _compare(dtype: str, ours: list[tuple[str, Tensor]], theirs: list[tuple[str,
         for (name, mine), (_, whole) in zip(ours, theirs, strict=True)
     ]
     last = shares[-1][1]
+    if not math.isfinite(last):
+        return ""  # the first forward comes next, and names the tensor
     if last <= _TOLERANCE[dtype]:
         _log.info("the ranks' logits are those of the whole model to %.1e of the largest", last)
         return ""

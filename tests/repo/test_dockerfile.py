@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from setuptools import find_packages
 
 from tests.repo.documents import REPOSITORY
@@ -129,6 +130,11 @@ def test_what_triton_compiles_lies_where_code_may_run_and_its_user_has_no_rights
     cuda = stage("cuda")
     assert ("ENV", "TRITON_CACHE_DIR=/tmp/triton") in cuda
     assert [rest for keyword, rest in cuda if keyword == "USER"] == ["root", "10001:10001"]
+
+
+def test_the_compose_file_has_a_folder_for_what_triton_compiles() -> None:
+    service = yaml.safe_load((REPOSITORY / "deploy/docker-compose.yaml").read_text())["services"]["tessera"]
+    assert (service["read_only"], service["tmpfs"]) == (True, ["/tmp:exec"])
 
 
 def test_what_all_images_share_is_one_base() -> None:

@@ -6,6 +6,8 @@ import importlib.util
 import logging
 import os
 import shutil
+import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -116,9 +118,17 @@ def lack_of_triton() -> str:
     """Why Triton cannot compile here what launches its kernels, or keep it; empty where it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    compilers = [given] if (given := os.environ.get("CC")) else ["gcc", "clang"]
+    given = os.environ.get("CC")
+    compilers = ["gcc", "clang"] if given is None else [given]
     if not any(map(shutil.which, compilers)):
-        return f"Triton needs a C compiler, and there is no {' or '.join(compilers)}; CC may name one"
+        return f"Triton needs a C compiler, and there is no {' or '.join(compilers) or 'name in CC'}; CC may name one"
+    headers = sysconfig.get_paths("posix_prefix")["include"]
+    if not Path(headers, "Python.h").is_file():
+        return f"Triton needs Python's headers, and there is no {headers}/Python.h (apt-get install python3-dev)"
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        return "Triton needs a folder for temporary files, and none can be written; TMPDIR may name one"
     from triton import knobs
 
     folder = Path(knobs.cache.dir)

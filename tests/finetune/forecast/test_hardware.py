@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,3 +101,13 @@ def test_a_model_is_not_refused_for_want_of_what_nobody_knows(
     room = Hardware(device="cuda", gpus=1, gpu_bytes=1, ram_bytes=4000 * GIB, disk_bytes=None, nvme_bytes=None)
     monkeypatch.setattr(least, "this_machine", lambda _: room)
     least.check_least(config)
+
+
+def test_what_processes_may_share_is_looked_up_and_unknown_of_a_machine_that_is_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("finetune.forecast.hardware.shutil.disk_usage", lambda folder: SimpleNamespace(free=len(str(folder))))
+    assert this_machine(config_of()).shared_bytes == len("/dev/shm")
+    nothing: dict[str, Any] = {"gpus": 1, "gpu_gib": 80.0, "nvme_gib": None, "disk_gib": None}
+    assert described_machine(config_of(), ram_gib=None, **nothing).shared_bytes == len("/dev/shm")
+    assert described_machine(config_of(), ram_gib=64.0, **nothing).shared_bytes is None

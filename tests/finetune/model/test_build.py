@@ -115,6 +115,20 @@ def test_weights_of_a_device_are_drawn_in_the_hosts_memory(monkeypatch: pytest.M
     assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
 
 
+def test_weights_of_a_device_are_there_again_when_they_could_not_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_empty(made("gpt2"), torch.float32, nullcontext())
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+
+    def failing(*_: object) -> None:
+        raise ArithmeticError("as a rule may")
+
+    monkeypatch.setattr(build, "initialise_module", failing)
+    monkeypatch.setattr(build, "_is_on_device", lambda parameter: True)
+    with pytest.raises(ArithmeticError, match="as a rule may"):
+        initialise(model, _always, 4)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
 def test_equal_seeds_give_equal_weights() -> None:
     first, second, other = (build_empty(made("gpt2"), torch.float32, nullcontext()) for _ in range(3))
     for model, seed in ((first, 4), (second, 4), (other, 5)):

@@ -21,6 +21,7 @@ from serve.worker.progress import Progress
 from serve.worker.rank_loop import _trial
 from serve.worker.runner import Runner
 from serve.worker.trial import bytes_of_steps
+from serve.worker.verify import _compare
 from tests.serve.worker.family_worker import generate, load, settings
 from tests.support.models import save
 
@@ -194,3 +195,9 @@ def test_logits_are_compared_with_those_of_the_whole_model_before_blocks_take_it
     monkeypatch.setattr(sizing, "choose_memory", count)
     load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=_trial(config, Progress(), []))
     assert order == ["compared", "given back", "steps", "blocks beside 7 bytes"]
+
+
+def test_numbers_that_are_none_are_left_to_the_first_forward_which_names_their_tensor() -> None:
+    """The comparison comes before it, and has nothing to say of them."""
+    numbers, none = torch.ones(2, 3), torch.full((2, 3), torch.nan)
+    assert _compare("float32", [("layer", none), ("the logits", none)], [("layer", numbers), ("the logits", none)]) == ""

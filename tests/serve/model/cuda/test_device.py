@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sysconfig
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +80,26 @@ def test_without_what_triton_compiles_with_it_is_plain_torch_and_the_log_says_so
         monkeypatch.setenv("CC", compiler)
     assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
     assert lack in caplog.text
+
+
+def test_without_pythons_headers_or_temporary_files_it_is_plain_torch(
+    device: SimpleNamespace, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_writable() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sysconfig, "get_paths", lambda scheme: {"include": "/nowhere"})
+        assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "gettempdir", none_writable)
+        assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
+    with monkeypatch.context() as patch:
+        patch.setenv("CC", "")
+        assert device_backend(DEVICE, torch.bfloat16)[0] == "torch"
+    assert "there is no /nowhere/Python.h (apt-get install python3-dev)" in caplog.text
+    assert "none can be written; TMPDIR may name one" in caplog.text
+    assert "there is no name in CC" in caplog.text
 
 
 def test_where_triton_cannot_keep_kernels_it_is_plain_torch_and_the_log_says_which_folder(
