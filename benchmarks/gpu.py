@@ -42,9 +42,10 @@ import torch
 from rich.console import Console
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig
+from transformers import AutoConfig, ContinuousBatchingConfig
 
-from benchmarks.pretrained import Generates, by_transformers, read_model
+from benchmarks.peers import System, TransformersContinuousBatching, TransformersGenerate
+from benchmarks.pretrained import Generates, read_model
 from finetune.model.pretrained import new_model
 from serve.engine.plan import Span, Start, StepPlan, StepResult
 from serve.options import build_config
@@ -220,6 +221,31 @@ def bytes_of_step(model: RankModel, sizes: dict[str, int], batch: int, context: 
     """What a step must read: the weights but the embedding, of which it reads rows, and all keys and values."""
     weights = model.filler.num_bytes - sizes["vocab_size"] * sizes["hidden_size"] * itemsize
     return weights + 2 * sizes["num_hidden_layers"] * sizes["hidden_size"] * itemsize * batch * context
+
+
+def by_transformers(model: Generates, prompts: list[list[int]], steps: int, device: str) -> dict[str, Any]:
+    """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token."""
+    # On a GPU it chooses by what is free, on the CPU by all that there is.
+    room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256) if device == "cpu" else None
+    systems: dict[str, System] = {
+        "generate": TransformersGenerate(model),
+        "continuous_batching": TransformersContinuousBatching(model, room),
+    }
+    found: dict[str, Any] = {}
+    for name, system in systems.items():
+        try:
+            seconds = []
+            for tokens in (1, 1, 1 + steps):  # the first warms up
+                began = time.perf_counter()
+                system.generate(prompts, tokens)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+            more = seconds[2] - seconds[1]
+            found[name] = len(prompts) * steps / more if more > 0 else "not told: the longer run took no longer"
+        except Exception as error:  # a peer that cannot do a cell is no reason to lose the others
+            found[name] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return found
 
 
 def loaded(folder: Path, programme: Programme, most_tokens: int) -> tuple[RankModel, Runner, dict[str, Any]]:

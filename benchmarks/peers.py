@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import grpc
 import torch
@@ -40,6 +40,10 @@ class System(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+_ROOM: Final = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048)
+"""Blocks and budget as it would choose them with room for these sequences, so that it never has to evict."""
 
 
 class TransformersGenerate:
@@ -75,18 +79,18 @@ class TransformersContinuousBatching:
 
     name = "transformers continuous batching"
 
-    def __init__(self, model: Generates) -> None:
+    def __init__(self, model: Generates, batching: ContinuousBatchingConfig | None = _ROOM) -> None:
+        """``batching``: how many blocks there are, and tokens in a step; ``None`` lets it choose by what is free."""
         self._model = model
+        self._batching = batching
 
     @torch.no_grad()  # it updates its buffers from a thread of its own, outside inference mode
     def generate(self, prompts: Prompts, tokens: int) -> None:
         """See ``System``."""
-        # Blocks and budget as it would choose them with room for these sequences, so that it never has to evict.
-        batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048)
         answers = self._model.generate_batch(
             [list(prompt) for prompt in prompts],
             generation_config=greedy(tokens),
-            continuous_batching_config=batching,
+            continuous_batching_config=self._batching,
             progress_bar=False,
         )
         lengths = [len(answer.generated_tokens) for answer in answers.values()]

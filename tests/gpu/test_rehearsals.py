@@ -104,14 +104,16 @@ def test_answers_of_transformers_that_failed_are_no_speed(given: list[int]) -> N
     """It counts them as answers, and logs that they failed."""
 
     class Failing:
-        def generate(self, *_: object, **options: object) -> torch.Tensor:
-            return torch.zeros(2, 3)
+        device = torch.device("cpu")
+
+        def generate(self, ids: torch.Tensor, max_new_tokens: int, **_: object) -> torch.Tensor:
+            return torch.zeros(len(ids), ids.shape[1] + max_new_tokens)
 
         def generate_batch(self, inputs: list[list[int]], **_: object) -> dict[str, Any]:
             return {str(number): SimpleNamespace(generated_tokens=given) for number, _ in enumerate(inputs)}
 
     told = gpu.by_transformers(cast("Generates", Failing()), [[1, 2], [3, 4]], 8, "cpu")
-    assert str(told["continuous_batching"]).startswith("failed: AssertionError: 2 answers are cut short")
+    assert str(told["continuous_batching"]).startswith("failed: AssertionError: continuous batching gave [")
     assert "failed" not in str(told["generate"])
 
 

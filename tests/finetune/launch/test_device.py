@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from finetune.config import TuneConfig
 from finetune.errors import ConfigError
+from finetune.launch import external
 from finetune.launch.rank import choose_device
 from tests.finetune.forecast.support import config_of
 
@@ -32,3 +37,17 @@ def test_a_launcher_that_shows_each_rank_one_gpu_is_told_to_show_all(wanted: Any
     says = rf"^run.device is {wanted}; 8 ranks run on this machine, and this one sees 1 GPUs: let each rank see .*cpu$"
     with pytest.raises(ConfigError, match=says):
         choose_device(config_of(run={"device": wanted}), local_ranks=8, by_launcher=True)
+
+
+def test_a_launchers_rank_asks_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict[str, Any]()
+
+    def choose(config: TuneConfig, **how: Any) -> str:
+        asked.update(how)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("finetune.launch.rank.choose_device", choose)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with ExitStack() as stack, pytest.raises(ConfigError, match="seen"):
+        external._rank(config_of(), Console(), threading.Event(), stack, command="tune", anyway=False)
+    assert asked == {"local_ranks": 8, "by_launcher": True}
