@@ -11,6 +11,7 @@ import torch
 
 from serve.config import ServerConfig
 from serve.engine.plan import StepPlan
+from serve.model.cuda.memory import is_out_of_device_memory
 from serve.worker.kv_cache import GIB
 from serve.worker.vitals import LastWords
 
@@ -38,7 +39,7 @@ def step_fault(
     """
     tokens, sequences = sum(span.count for span in plan.spans), len(plan.spans)
     doing = f"in a step of {tokens} tokens of {sequences} sequences"
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_device_memory(error):
         missing = _missing_bytes(error)
         fits = _what_fits(config, tokens, sequences, num_blocks, block_bytes, missing)
         asked = f", for want of {missing / GIB:.2f} GiB" if missing else ""
@@ -50,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or what caused it, says that there was no memory: the device's, or the machine's."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+        if isinstance(cause, MemoryError) or is_out_of_device_memory(cause):
             return True
         if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
             return True
@@ -74,7 +75,7 @@ def fault(error: BaseException, device: str, doing: str) -> LastWords | None:
     """
     said = str(error)
     first = said.strip().partition("\n")[0][:500]
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_device_memory(error):
         return LastWords("memory", f"{device} ran out of memory {doing}: {first}")
     if is_of_an_exchange(error):  # before what follows: such an error may quote one of the device
         return LastWords("exchange", f"the exchange with other ranks failed {doing}: {first}")
@@ -124,4 +125,6 @@ def _what_fits(config: ServerConfig, tokens: int, sequences: int, num_blocks: in
         ways.append(f"--max-num-seqs {sequences // 2} makes such a step half as large")
     if config.cache.kv_cache_gib is None:
         ways.append(f"a --memory-fraction below {config.cache.memory_fraction:g} leaves more to steps")
+    elif not missing:
+        ways.append(f"a --kv-cache-gib below {config.cache.kv_cache_gib:g} leaves more to the driver and its libraries")
     return "; ".join(ways) or "another model or device is needed"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from serve.model.cuda.memory import is_out_of_device_memory
 from serve.model.dispatch import Watching
 
 _WAITS: Final = frozenset(
@@ -97,9 +98,9 @@ class CudaGraph:
         try:
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 return step()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_device_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
             raise CaptureError(str(error)) from error
 
     def replay(self) -> None:

@@ -17,7 +17,7 @@ from serve.errors import ConfigError
 from serve.model.filling import Filler
 from serve.types import SequenceId
 from serve.worker import wire
-from serve.worker.device_faults import fault, step_fault, weights_that_do_not_fit
+from serve.worker.device_faults import fault, is_out_of_memory, step_fault, weights_that_do_not_fit
 from serve.worker.executor import RankExecutor
 from serve.worker.overtaking import Overtaking
 from serve.worker.parallel import Ranks
@@ -64,6 +64,33 @@ def test_a_step_of_decoding_without_memory_is_told_with_fewer_sequences() -> Non
     assert "--max-num-seqs 2 makes such a step half as large" in words.sentence
     assert "--max-step-tokens" not in words.sentence
     assert "--memory-fraction" not in words.sentence, "the size of the cache was given"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error in: x.cpp:1, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+    ids=["driver", "cublas", "triton", "nccl"],
+)
+def test_memory_that_others_than_torchs_allocator_wanted_is_told_as_memory_too(said: str) -> None:
+    error = torch.AcceleratorError(said)
+    assert is_out_of_memory(error)
+    words = _said(_plan(1, 1), error)
+    assert words == LastWords(
+        "memory",
+        f"{DEVICE} ran out of memory in a step of 2 tokens of 2 sequences: --max-num-seqs 1 makes such a step half as large; "
+        "a --memory-fraction below 0.9 leaves more to steps",
+    )
+    words = _said(_plan(1), error, kv_cache_gib=15.6)
+    assert words is not None
+    assert words.sentence.endswith(": a --kv-cache-gib below 15.6 leaves more to the driver and its libraries")
+    assert fault(error, DEVICE, "while the model was loaded") == LastWords(
+        "memory", f"{DEVICE} ran out of memory while the model was loaded: {said.partition(chr(10))[0]}"
+    )
 
 
 def test_a_cache_that_could_not_give_enough_is_not_advised() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
 from serve.model.attention import LayerCache, ScoreRules, StepLayout, TorchBackend
-from serve.model.cuda.graphs import CaptureError, CpuGraph, graph_sizes, graphs_of, size_for
+from serve.model.cuda.graphs import CaptureError, CpuGraph, CudaGraph, graph_sizes, graphs_of, size_for
 from serve.model.cuda.static import StaticTorchBackend
 from tests.serve.model.cuda.cases import CASES, Case
 
@@ -54,6 +56,26 @@ def test_a_step_that_waits_for_the_device_or_brings_numbers_of_the_host_is_not_c
     x = torch.tensor([1.0, -2.0, 3.0])
     with pytest.raises(CaptureError, match="cannot be captured"):
         CpuGraph().capture(lambda: (step(x),))
+
+
+@pytest.mark.parametrize(
+    ("error", "told_as"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), torch.OutOfMemoryError),
+        (torch.AcceleratorError("CUDA error: out of memory\nmore"), torch.OutOfMemoryError),
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), CaptureError),
+    ],
+)
+def test_a_capture_without_memory_is_told_apart_from_a_step_that_no_graph_can_hold(
+    error: Exception, told_as: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> tuple[Tensor, ...]:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    with pytest.raises(told_as, match=re.escape(str(error).partition("\n")[0])):
+        CudaGraph(None).capture(fails)
 
 
 def test_a_replay_computes_anew_from_what_its_inputs_hold_then() -> None:
