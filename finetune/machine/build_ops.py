@@ -22,7 +22,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 
 from finetune.machine import pages
 from finetune.machine.nvme import CANDIDATES, PROBE_BYTES, Disk
-from finetune.machine.ops import PAGES
+from finetune.machine.ops import ASYNC_IO, CPU_ADAM, LOCKING, PAGES, PIN_MEMORY
 from finetune.machine.process import die_with_parent
 
 _FILE_CONSTANT = re.compile(r"^(?:static\s+)?const\s+[\w:]+\s+(c_\w+)\s*=", re.MULTILINE)
@@ -56,35 +56,39 @@ def build_op(name: str, needed: Sequence[Path] = ()) -> None:
     """
     for library in needed:
         load_op(library.stem, library)
-    builders = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
+    builders = {CPU_ADAM: CPUAdamBuilder, PIN_MEMORY: PinMemoryBuilder, ASYNC_IO: AsyncIOBuilder}
     builder: _Builder = builders[name]()
-    if name in ("pin_memory", "async_io"):
-        _build_as_one(builder)
+    if name in (PIN_MEMORY, ASYNC_IO):
+        _build_as_one(builder, before=LOCKING if name == PIN_MEMORY else None)
     builder.load(verbose=True)
 
 
-def _build_as_one(builder: _Builder) -> None:
-    """Have an operation compiled as one source, without the debugging symbols that nobody reads."""
+def _build_as_one(builder: _Builder, before: Path | None) -> None:
+    """Have an operation compiled as one source, without the debugging symbols that nobody reads.
+
+    Args:
+        before: a header of ours that its sources come after.
+    """
     place = Path(deepspeed.ops.__file__).parent
     folders = [place / path for path in builder.include_paths()]
     copies = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / f"{builder.name}_sources"
-    merged = merge_sources([place / path for path in builder.sources()], folders, copies)
+    merged = merge_sources([place / path for path in builder.sources()], folders, copies, before)
     arguments = [argument for argument in builder.cxx_args() if argument != "-g"]
     builder.sources = lambda: [str(merged)]
     builder.include_paths = lambda: [str(copies), *map(str, folders)]
     builder.cxx_args = lambda: arguments
 
 
-def merge_sources(sources: Sequence[Path], include_folders: Sequence[Path], folder: Path) -> Path:
+def merge_sources(sources: Sequence[Path], include_folders: Sequence[Path], folder: Path, before: Path | None = None) -> Path:
     """Write one source that includes copies of ``sources`` into ``folder``; returns it.
 
     The copies of headers beside them are included once each; each source's own constants get names of their own.
-    ``folder`` must come before ``include_folders`` on the compiler's search path.
+    ``folder`` must come before ``include_folders`` on the compiler's search path. ``before``: a header included first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for header in (header for place in include_folders for header in place.glob("*.h")):
         (folder / header.name).write_text("#pragma once\n" + header.read_text(encoding="utf-8"), encoding="utf-8")
-    lines = []
+    lines = [] if before is None else [f'#include "{before}"']
     for source in sources:
         text = source.read_text(encoding="utf-8")
         for name in set(_FILE_CONSTANT.findall(text)):

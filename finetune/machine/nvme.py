@@ -1,4 +1,4 @@
-"""NVMe offload, checked before a run: the library, the folder, the room, the limits; and settings from what the disk can do."""
+"""NVMe offload, checked before a run: the library, the folder, the room; and settings from what the disk can do."""
 
 from __future__ import annotations
 
@@ -92,18 +92,17 @@ def _measure(folder: Path) -> Disk:
 
 
 def disk_settings(
-    config: TuneConfig, disk: Disk, swap: Path, shapes: Mapping[str, tuple[int, ...]], bytes_per_element: int, device: str
+    config: TuneConfig, disk: Disk, swap: Path, shapes: Mapping[str, tuple[int, ...]], bytes_per_element: int
 ) -> DiskSettings:
-    """Buffers from the model's sizes, after a look at the room on the disk and the limit on pinned memory.
+    """Buffers from the model's sizes, after a look at the room on the disk.
 
     Args:
         swap: the run's folder below ``offload.path``.
         shapes: of every parameter, whole.
         bytes_per_element: of the parameters that compute.
-        device: where they do; for ``cuda`` the buffers are pinned.
 
     Raises:
-        ConfigError: the disk is too small, or less memory may be pinned than the buffers take.
+        ConfigError: the disk is too small.
     """
     ranks = config.data_ranks
     parts = [-(-prod(shape) // ranks) for shape in shapes.values()]
@@ -123,8 +122,6 @@ def disk_settings(
         sub_group_elements=max(largest, min(_MOST_SUB_GROUP, sum(parts))),
     )
     _check_room(config, swap, sum(parts) * ranks, bytes_per_element)
-    if device == "cuda":
-        _check_memlock(config, settings, bytes_per_element)
     return settings
 
 
@@ -143,18 +140,4 @@ def _check_room(config: TuneConfig, swap: Path, elements: int, bytes_per_element
         raise ConfigError(
             f"offload.path: {config.offload.path} has {free / 2**30:.1f} GiB free; this model needs {needed / 2**30:.1f}; "
             "name a larger disk, or offload less"
-        )
-
-
-def _check_memlock(config: TuneConfig, settings: DiskSettings, bytes_per_element: int) -> None:
-    limit = inventory.memlock_bytes()
-    pinned = 0
-    if config.offload.parameters == "nvme":
-        pinned += settings.buffers * settings.buffer_elements * bytes_per_element
-    if config.offload.optimizer == "nvme":
-        pinned += 5 * settings.sub_group_elements * 4
-    if limit is not None and pinned * config.run.ranks > limit and os.geteuid() != 0:
-        raise ConfigError(
-            f"offload: the buffers pin {pinned * config.run.ranks / 2**30:.1f} GiB; this process may pin {limit / 2**30:.2f}: "
-            "raise it (ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container --ulimit memlock=-1)"
         )

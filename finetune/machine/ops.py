@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from finetune.machine import inventory, pages
 from host.modules import import_path, module_command
@@ -28,6 +29,8 @@ ASYNC_IO = "async_io"
 """Reads and writes a disk past the page cache; finds its pinned buffers through ``pin_memory``, which is loaded before it."""
 PAGES = "pages"
 """The memory of large tensors on a CPU, which is Tessera's own (``pages``); the others are DeepSpeed's."""
+LOCKING: Final = Path(__file__).with_name("lock_if_allowed.h")
+"""What ``pin_memory`` is built with beside DeepSpeed's sources."""
 _NAMES = {
     CPU_ADAM: "DeepSpeed's CPU Adam for the offloaded optimizer",
     PIN_MEMORY: "DeepSpeed's pinned memory for the buffers of NVMe offload",
@@ -68,7 +71,12 @@ def extensions_folder() -> Path:
 
 def library_of(op: str) -> Path:
     """The shared library of a built operation."""
-    return extensions_folder() / (pages.build_name() if op == PAGES else op) / f"{op}.so"
+    folder = op
+    if op == PAGES:
+        folder = pages.build_name()
+    elif op == PIN_MEMORY:  # in part Tessera's own, which versions of others do not tell
+        folder = f"{op}-{hashlib.sha256(LOCKING.read_bytes()).hexdigest()[:12]}"
+    return extensions_folder() / folder / f"{op}.so"
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         self._accumulation = config.accumulation
         dtype = DTYPES[precision]
         self.loss_scale = LossScale() if precision == "fp16" else None
-        settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize, device.type)
+        settings = None if disk is None else disk_settings(config, *disk, meta_shapes(hf_config), dtype.itemsize)
         elements = sum(map(math.prod, meta_shapes(hf_config).values())) if config.offload.ratio < 1.0 else None
         ds = to_deepspeed(config, device=device.type, precision=precision, cpu_adam=cpu_adam, disk=settings, elements=elements)
         pin_offloaded(config.offload, device)

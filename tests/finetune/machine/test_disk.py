@@ -48,7 +48,7 @@ def test_there_is_a_buffer_for_the_largest_part_and_for_all_that_may_come_ahead_
     shapes = {
         str(n): tuple(draw.choice([7, 64, 900, 3000]) for _ in range(draw.randint(1, 2))) for n in range(draw.randint(1, 9))
     }
-    settings = disk_settings(tune(tmp_path, ranks, parameters="nvme"), DISK, tmp_path / "own", shapes, width, "cpu")
+    settings = disk_settings(tune(tmp_path, ranks, parameters="nvme"), DISK, tmp_path / "own", shapes, width)
     parts = [-(-prod(shape) // ranks) for shape in shapes.values()]
     assert settings.buffer_elements == max(parts)
     assert settings.sub_group_elements == max(max(parts), min(50_000_000, sum(parts)))
@@ -77,34 +77,11 @@ def test_a_disk_needs_room_for_what_goes_there_to_the_last_byte(
 ) -> None:
     shapes = {"weight": (1 << 10, 1 << 20)}
     room(bytes_each << 30)
-    disk_settings(tune(tmp_path, **offload), DISK, tmp_path / "own", shapes, 2, "cpu")
+    disk_settings(tune(tmp_path, **offload), DISK, tmp_path / "own", shapes, 2)
     room((bytes_each << 30) - 1)
     rule = rf"offload\.path: {tmp_path} has {bytes_each}\.0 GiB free; this model needs {bytes_each}\.0; name a larger disk"
     with pytest.raises(ConfigError, match=rule):
-        disk_settings(tune(tmp_path, **offload), DISK, tmp_path / "own", shapes, 2, "cpu")
-
-
-def test_buffers_that_may_not_be_pinned_are_refused_with_the_remedy(
-    tmp_path: Path, room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = {"weight": (1 << 10, 1 << 10)}
-    needed = 2 * (5 * (1 << 20) + 5 * 2 * (1 << 20))  # of two ranks: parameters in bf16 and sub-groups in fp32, half of each
-    monkeypatch.setattr(nvme.os, "geteuid", lambda: 1000)
-
-    def settle(device: str, limit: int | None) -> None:
-        monkeypatch.setattr(inventory, "memlock_bytes", lambda: limit)
-        config = tune(tmp_path, 2, "auto", optimizer="nvme", parameters="nvme")
-        disk_settings(config, DISK, tmp_path / "own", shapes, 2, device)
-
-    settle("cuda", needed)
-    settle("cuda", None)
-    settle("cpu", 0)
-    with pytest.raises(
-        ConfigError, match=r"offload: the buffers pin 0\.0 GiB; this process may pin 0\.03: raise it \(ulimit -l"
-    ):
-        settle("cuda", needed - 1)
-    monkeypatch.setattr(nvme.os, "geteuid", lambda: 0)
-    settle("cuda", 0)
+        disk_settings(tune(tmp_path, **offload), DISK, tmp_path / "own", shapes, 2)
 
 
 # -- measuring it
