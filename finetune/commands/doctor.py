@@ -132,4 +132,11 @@ def _devices() -> list[Finding]:
     found = inventory.gpus()
     if not found:
         return [Finding(name="GPUs", state="ok", value="none; training runs on the CPU")]
-    return [Finding(name=f"GPU {number}", state="ok", value=gpu) for number, gpu in enumerate(found)]
+    return [
+        Finding(
+            name=f"GPU {number}",
+            state="ok",
+            value=name if size is None else f"{name}, {size / _GIB:.1f} GiB",
+        )
+        for number, (name, size) in enumerate(found)
+    ]

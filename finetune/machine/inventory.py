@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import resource
@@ -54,23 +55,24 @@ def libaio() -> str | None:
     )
 
 
-def gpus() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU, by nvidia-smi."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+def gpus() -> list[tuple[str, int | None]]:
+    """Name and bytes of each GPU that torch may train on, in the order of CUDA's numbers.
+
+    ``None`` bytes of one that does not tell, as where it shares the host's memory. A torch for CPUs alone has none.
+    """
+    if "+cpu" in (version_of("torch") or ""):
         return []
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    program = Path(__file__).with_name("cuda_devices.py")
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        answer = subprocess.run([sys.executable, "-I", "-S", program], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+    return [(name, size) for name, size in json.loads(answer.stdout)]
 
 
 def gpu_memory_bytes() -> list[int | None]:
-    """Memory of each NVIDIA GPU, by nvidia-smi; ``None`` of one that does not tell, as where it shares the host's memory."""
-    told = [gpu.split(",")[-2].split() for gpu in gpus()]
-    return [int(float(size) * (1 << 20)) if size.replace(".", "", 1).isdigit() else None for size, *_ in told]
+    """Bytes of each GPU that torch may train on, as ``gpus`` has them."""
+    return [size for _, size in gpus()]
 
 
 def version_of(distribution: str) -> str | None:

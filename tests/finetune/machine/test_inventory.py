@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,15 +34,40 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
     return make
 
 
-def test_gpus_are_what_nvidia_smi_lists_and_none_where_it_is_not_or_fails(tool: Tool) -> None:
+DRIVER = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static int number(const char *name) { return atoi(getenv(name)); }
+int cuInit(unsigned flags) { return number("FAKE_INIT"); }
+int cuDeviceGetCount(int *count) { *count = number("FAKE_COUNT"); return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = 100 + ordinal; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { return snprintf(name, size, "GPU of %d", device) < 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)(device - 99) * 85014151168u; return 0; }
+int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 18 && device == 101; return 0; }
+"""
+
+
+def test_gpus_are_what_the_driver_shows_and_none_where_there_is_no_driver_or_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = inventory.version_of
+    monkeypatch.setattr(inventory, "version_of", lambda name: "2.13.0" if name == "torch" else real(name))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    (tmp_path / "libcuda.so.1").write_text("no library")
     assert inventory.gpus() == inventory.gpu_memory_bytes() == []
-    tool("nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 81559 MiB, 550.54'; echo; echo ' NVIDIA L4, 23034.5 MiB, 550.54 '")
-    assert inventory.gpus() == ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54", "NVIDIA L4, 23034.5 MiB, 550.54"]
-    assert inventory.gpu_memory_bytes() == [81559 << 20, int(23034.5 * (1 << 20))]
-    tool("nvidia-smi", "echo 'NVIDIA GB10, [N/A], 580.9'; echo 'GPU, renamed, 16 MiB, 580.9'")
-    assert inventory.gpu_memory_bytes() == [None, 16 << 20], "one that shares the host's memory does not tell, and is no error"
-    tool("nvidia-smi", "echo 'no devices were found'; exit 6")
-    assert inventory.gpus() == []
+    (tmp_path / "driver.c").write_text(DRIVER)
+    command = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "driver.c")]
+    subprocess.run(command, check=True)
+    for name, value in {"FAKE_INIT": "0", "FAKE_COUNT": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert inventory.gpus() == [("GPU of 100", 85014151168), ("GPU of 101", None), ("GPU of 102", 3 * 85014151168)]
+    assert inventory.gpu_memory_bytes() == [85014151168, None, 3 * 85014151168], "one that shares the host's memory"
+    monkeypatch.setattr(inventory, "version_of", lambda name: "2.13.0+cpu")
+    assert inventory.gpus() == [], "a torch for CPUs alone does not train on them"
+    monkeypatch.setattr(inventory, "version_of", lambda name: "2.13.0")
+    monkeypatch.setenv("FAKE_INIT", "100")
+    assert inventory.gpus() == [], "no device"
 
 
 def test_compilers_are_looked_for_beside_the_interpreter_first(
