@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from finetune.errors import ConfigError
+from finetune.model.host_inputs import cuda_inputs
 from finetune.model.pretrained import let_inputs_need_gradients
 
 R = TypeVar("R")
@@ -60,4 +61,6 @@ def computed_again(function: Callable[..., R], where: str, *inputs: torch.Tensor
 
 
 def _kept(where: str, pin_memory: bool) -> AbstractContextManager[object]:
-    return save_on_cpu(pin_memory=pin_memory) if where == "cpu" else nullcontext()
+    if where != "cpu":
+        return nullcontext()
+    return cuda_inputs().hooks() if pin_memory else save_on_cpu()

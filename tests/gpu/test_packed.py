@@ -1,4 +1,4 @@
-"""Packed rows and the fused loss in training, by the libraries themselves, on a CUDA device: ``make test-gpu``."""
+"""Parts of training on a CUDA device, by the libraries themselves: packed rows, the fused loss, inputs kept on the host."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from finetune.data.batches import Microbatch
+from finetune.machine.pinned import PinnedMemory
+from finetune.model import recompute
 from finetune.model.fused_loss import LigerLoss, fused_linear_cross_entropy, liger_loss
+from finetune.model.host_inputs import HostInputs
 from finetune.model.isolation import forward_inputs
 from finetune.model.loss import linear_cross_entropy, token_losses
 from finetune.model.packed_attention import FAMILIES, PackedAttention, Varlen, varlen_attention
+from tests.finetune.machine.pinning import Driver
+from tests.finetune.model.test_host_inputs import Copies as HostCopies
 from tests.finetune.model.test_isolation import packed, tiny
 from tests.finetune.stand_ins import CountedLiger, CountedVarlen
 from tests.gpu.device import DEVICE, ON_DEVICE, REHEARSED, some
@@ -43,6 +48,24 @@ def test_attention_by_lengths_learns_what_a_mask_does(family: str) -> None:
     by_length, gradient = learnt(model, batch, masked=False)
     assert by_length == pytest.approx(masked, rel=APART)
     assert float(torch.cosine_similarity(gradient, wanted, dim=0)) > 1 - APART
+
+
+def test_blocks_whose_inputs_wait_on_the_host_learn_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps one behind the other, which write the same buffers anew while the ones before are still computed."""
+    driver = Driver()
+    if REHEARSED:
+        stand_in = HostInputs(PinnedMemory(driver), HostCopies(), DEVICE)
+        monkeypatch.setattr(recompute, "cuda_inputs", lambda: stand_in)
+    batch, _ = packed()
+    model = tiny("llama").to(PLACE)
+    found = []
+    for where in ("device", "cpu"):
+        recompute.recompute_blocks(model, where, pin_memory=True)
+        model.train()
+        gradients = [learnt(model, batch, masked=True)[1] for _ in range(8)]
+        found.append(torch.stack(gradients))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert bool(driver.held) == REHEARSED
 
 
 @pytest.mark.skipif(not REHEARSED and liger_loss() is None, reason="liger-kernel is not installed")
