@@ -1,9 +1,10 @@
 # Every target sets up what it needs by itself. `make help` lists them.
 #
-# PYTHON chooses the interpreter the virtual environment is made with (3.11 or newer), WORKERS how many processes test.
+# PYTHON chooses the interpreter the virtual environment is made with (3.11 or newer), WORKERS how many processes test, GPU_WORKERS how many on a GPU.
 
 PYTHON ?= python3
 WORKERS ?= 2
+GPU_WORKERS ?= 4
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -135,8 +136,10 @@ bench-overload: $(STAMP) ## three times as many calls as a server can answer, fo
 bench-safety: $(STAMP) ## what TLS and tokens cost, and calls that outlive the ranks, by turns at servers without them
 	@$(PY) -m benchmarks.safety $(if $(OUT),--out $(OUT))
 
+# Several processes on one device: compiling its kernels takes most of the time, and each compiles with one core.
 test-gpu: $(STAMP) ## the tests that need a CUDA device, within ten minutes; REHEARSE=1: few of them, on the CPU
-	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -m gpu tests/gpu
+	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -m gpu tests/gpu \
+	    -n $(if $(REHEARSE),1,$(GPU_WORKERS)) --maxschedchunk 1
 
 bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
 	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -15,9 +19,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from rich.console import Console
 
-from benchmarks import gpu, gpu_training
+from benchmarks import gpu, gpu_decoding, gpu_training
+from benchmarks.gpu_record import Record, bars_of
 from benchmarks.pretrained import Generates
+from serve.errors import ConfigError
 from tests.finetune.support import run_command
 from tests.gpu import device
 
@@ -28,7 +35,8 @@ FOR_A_DEVICE: Final = [path for path in Path(__file__).parent.glob("test_*.py") 
 @pytest.mark.slow
 def test_the_tests_for_a_device_pass_on_the_cpu(tmp_path: Path) -> None:
     """By the command of ``make test-gpu REHEARSE=1``; none is left out."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "--junit-xml", str(tmp_path / "told.xml")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-n", "1", "--maxschedchunk", "1"]
+    command += ["--junit-xml", str(tmp_path / "told.xml")]
     environment = os.environ | {"TESSERA_REHEARSE_GPU": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -46,15 +54,20 @@ def test_the_benchmark_of_decoding_measures_every_cell(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     record = json.loads(out.read_text())
     assert record["rehearsal"]
-    captured, *cells = record["shapes"]["tiny"]
-    assert captured["captured"]["sizes"] == 3
+    assert {name: taken["sizes"] for name, taken in record["captured"].items()} == {"tiny": 3, "tiny, int8": 1}
+    cells, smaller = record["shapes"]["tiny"], record["shapes"]["tiny, int8"]
     assert [(cell["batch"], cell["context"]) for cell in cells] == [(1, 8), (3, 8), (1, 40), (3, 40)]
-    for cell in cells:
+    assert [(cell["batch"], cell["context"]) for cell in smaller] == [(1, 8)]
+    for cell in [*cells, *smaller]:
         for way in ("eager", "graphs", "ahead"):
             assert cell[way]["tokens_per_second"] == pytest.approx(cell["batch"] / cell[way]["seconds"])
-            assert 0 <= cell[way]["device_waits"] < 1
+    for cell in cells:
+        for told in cell["waiting"].values():
+            assert 0 <= told["device_waits"] <= told["device_idle"] < 1
+        assert set(cell["waiting"]) == {"eager", "graphs", "ahead"}
         assert set(cell["transformers"]) == {"generate", "continuous_batching"}
         assert not [told for told in cell["transformers"].values() if "failed" in str(told)]
+    assert [told["met"] for told in record["bars"]["tiny"].values()][:2] == [None, None], "a CPU tells no bandwidth"
 
 
 @pytest.mark.slow
@@ -63,7 +76,12 @@ def test_cells_that_come_too_late_are_recorded_as_not_run(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--minutes", "0", "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=900)
-    assert {cell["not_run"] for cell in json.loads(out.read_text())["shapes"]["tiny"][1:]} == {"the time was over"}
+    record = json.loads(out.read_text())
+    assert {name: [cell["not_run"] for cell in rows] for name, rows in record["shapes"].items()} == {
+        "tiny": ["the time was over"] * 4,
+        "tiny, int8": ["the time was over"],
+    }
+    assert record["captured"] == {}, "nothing was loaded for it"
 
 
 def event(begin: int, end: int, kind: str = "CUDA", *, label: bool = False) -> Any:
@@ -75,28 +93,45 @@ def event(begin: int, end: int, kind: str = "CUDA", *, label: bool = False) -> A
 
 def test_a_device_is_busy_while_it_does_anything() -> None:
     seen = [event(30, 40), event(0, 10), event(5, 20), event(6, 8), event(0, 100, "CPU"), event(0, 100, label=True)]
-    assert gpu.busy_seconds(seen, "cuda") == pytest.approx(30e-6)
-    assert gpu.busy_seconds([], "cuda") == 0
+    assert gpu_decoding.busy_seconds(seen, "cuda") == pytest.approx(30e-6)
+    assert gpu_decoding.busy_seconds([], "cuda") == 0
 
 
-@pytest.mark.parametrize(("busy", "waits"), [(0.002, 0.8), (0.0095, 0.05), (0.011, 0)])
-def test_a_device_waits_for_what_is_left_of_a_step(monkeypatch: pytest.MonkeyPatch, busy: float, waits: float) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
-    monkeypatch.setattr(gpu, "device_seconds", lambda *_: busy)
-    told = gpu.timed_steps(lambda: None, 5, "cpu")
-    assert told == {"seconds": pytest.approx(0.01), "device_waits": pytest.approx(waits)}
+def test_what_a_device_needs_from_one_operation_to_the_next_is_no_waiting() -> None:
+    seen = [event(0, 10), event(12, 20), event(25, 30), event(36, 40)]
+    assert gpu_decoding.busy_seconds(seen, "cuda") == pytest.approx(27e-6)
+    assert gpu_decoding.busy_seconds(seen, "cuda", 5.0) == pytest.approx(34e-6), "from 30 to 36 it waited"
+
+
+@pytest.mark.parametrize(
+    ("own", "busy", "waits", "idle"), [(0.003, 0.002, 0.7, 0.8), (0.0095, 0.0095, 0.05, 0.05), (0.011, 0.009, 0, 0.1)]
+)
+def test_a_device_waits_for_what_is_left_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, own: float, busy: float, waits: float, idle: float
+) -> None:
+    monkeypatch.setattr(gpu_decoding, "device_seconds", lambda *_: (own, busy))
+    told = gpu_decoding.waits_of(lambda: None, 0.01, "cpu")
+    assert told == {"device_waits": pytest.approx(waits), "device_idle": pytest.approx(idle)}
+
+
+def test_a_step_takes_the_median_of_those_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0, 1, 10, 13, 20, 22))
+    monkeypatch.setattr(gpu_decoding, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    done: list[None] = []
+    assert gpu_decoding.timed_steps(lambda: done.append(None), 3) == 2
+    assert len(done) == gpu_decoding.WARMING + 3
 
 
 def test_a_device_of_which_nothing_was_seen_is_not_said_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "device_seconds", lambda *_: 0.0)
-    assert gpu.timed_steps(lambda: None, 2, "cpu")["device_waits"] == "not told: the profiler saw nothing on the device"
+    monkeypatch.setattr(gpu_decoding, "device_seconds", lambda *_: (0.0, 0.0))
+    told = gpu_decoding.waits_of(lambda: None, 0.01, "cpu")
+    assert told == {"device_waits": "not told: the profiler saw nothing on the device"}
 
 
 def test_a_step_is_profiled_without_what_the_host_does_beside() -> None:
     numbers = torch.ones(8)
-    assert gpu.device_seconds(lambda: None, "cpu") == 0
-    assert gpu.device_seconds(lambda: numbers.add_(1), "cpu") > 0
+    assert gpu_decoding.device_seconds(lambda: None, "cpu") == (0, 0)
+    assert min(gpu_decoding.device_seconds(lambda: numbers.add_(1), "cpu")) > 0
 
 
 @pytest.mark.parametrize("given", [[], [1]])
@@ -142,6 +177,11 @@ def test_the_watch_for_waits_is_no_wait_itself(monkeypatch: pytest.MonkeyPatch) 
     assert found == ["called a synchronizing CUDA operation"]
 
 
+def benchmark(folder: Path, record: Record, **until: float) -> gpu.Benchmark:
+    """The rehearsed one, of two steps a cell, with time without end but for what is named."""
+    return gpu.Benchmark(gpu.REHEARSAL, folder, record, 2, dict.fromkeys(gpu.PARTS, float("inf")) | until)
+
+
 @pytest.mark.slow
 def test_transformers_is_loaded_into_a_free_device_and_may_have_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,15 +201,86 @@ def test_transformers_is_loaded_into_a_free_device_and_may_have_no_room(
 
     monkeypatch.setattr(gpu, "loaded", noted)
     monkeypatch.setattr(gpu, "read_model", without_room)
-    sizes, rows = gpu.REHEARSAL.shapes["tiny"], list[dict[str, Any]]()
+    record = Record({}, None, Console(file=io.StringIO()))
     with torch.no_grad():  # so that it is as before afterwards
-        gpu.make_model(tmp_path, sizes, "cpu", gpu.REHEARSAL.dtype)
-        told = [dict(row) for row in gpu.of_shape(rows, gpu.REHEARSAL, tmp_path, sizes, 2, float("inf"))]
+        benchmark(tmp_path, record, smaller=0, waiting=0).run(("decoding", "peers"))
     assert len(held) == 2
     assert not alive
-    assert len(rows) == 5
-    assert ["transformers" in row for row in told] == [False] * 5 + [True] * 4
-    assert [row["transformers"] for row in rows[1:]] == [{"failed": "OutOfMemoryError: there is no room"}] * 4
+    rows = record.rows("tiny")
+    assert [row["transformers"] for row in rows] == [{"failed": "failed: OutOfMemoryError: there is no room"}] * 4
+
+
+def test_a_model_that_a_device_has_no_room_for_and_a_cell_that_fails_leave_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record({}, tmp_path / "record.json", Console(file=io.StringIO()))
+    monkeypatch.setattr(gpu, "make_model", lambda *_: None)
+    loads: list[str] = []
+
+    class Cells(gpu.Cells):
+        def __init__(self, folder: Path, programme: gpu.Programme, model: gpu.Model) -> None:
+            loads.append(model.name)
+            if model.options:
+                raise ConfigError("the weights take more than there is")
+            self.captured = {"sizes": 1}
+
+        def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+            if (batch, context) == (3, 8):
+                return {"not_run": "it takes 9 blocks, and the cache holds 8"}
+            if (batch, context) == (3, 40):
+                raise AssertionError("the step has faults")
+            return {way: {"seconds": 1.0, "tokens_per_second": 1.0} for way in gpu.WAYS}
+
+        def wait(self, batch: int, context: int, row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+            if context == 40:
+                raise RuntimeError("CUPTI is not there")
+            yield from ((way, {"device_waits": 0.25}) for way in gpu.WAYS)
+
+    monkeypatch.setattr(gpu, "Cells", Cells)
+    benchmark(tmp_path, record).run(("decoding", "smaller", "waiting"))
+    told = json.loads((tmp_path / "record.json").read_text())["shapes"]
+    assert loads == ["tiny", "tiny, int8", "tiny"]
+    first, small, second, failed = told["tiny"]
+    assert first["waiting"] == {way: {"device_waits": 0.25} for way in gpu.WAYS}
+    assert small == {"batch": 3, "context": 8, "not_run": "it takes 9 blocks, and the cache holds 8"}
+    assert second["waiting"] == "failed: RuntimeError: CUPTI is not there"
+    assert failed == {"batch": 3, "context": 40, "failed": "failed: AssertionError: the step has faults"}
+    assert [row["failed"] for row in told["tiny, int8"]] == ["failed: ConfigError: the weights take more than there is"]
+
+
+def test_a_benchmark_is_ended_by_the_clock_with_what_it_has(tmp_path: Path) -> None:
+    out, ended = tmp_path / "record.json", threading.Event()
+    codes: list[int] = []
+    record = Record({"what": "a test"}, out, Console(file=io.StringIO()))
+    record.add("tiny", {"batch": 1})
+    record.end_at(time.monotonic(), lambda code: (codes.append(code), ended.set()))
+    assert ended.wait(60)
+    assert codes == [3]
+    told = json.loads(out.read_text())
+    assert told["shapes"] == {"tiny": [{"batch": 1}]}
+    assert told["ended"].startswith("by the clock")
+
+
+def test_bars_are_held_to_the_worst_context_and_to_nothing_that_was_not_measured() -> None:
+    def row(batch: int, share: float, waits: float | None, theirs: float | str) -> dict[str, Any]:
+        told: dict[str, Any] = {"batch": batch, "ahead": {"tokens_per_second": 300.0, "share_of_memory_limit": share}}
+        told["transformers"] = {"continuous_batching": theirs}
+        return told | ({"waiting": {"ahead": {"device_waits": waits}}} if waits is not None else {"waiting": "failed: x"})
+
+    rows = [row(1, 0.7, 0.05, 50.0), row(1, 0.66, None, "failed: x"), row(256, 0.49, 0.2, 100.0), {"batch": 1, "not_run": "x"}]
+    bars = bars_of({"one": rows, "none": []})
+    assert [(bar["measured"], bar["met"]) for bar in bars["one"].values()] == [
+        (0.66, True), (0.49, False), (3.0, True), (0.2, False),
+    ]  # fmt: skip
+    assert {(bar["measured"], bar["met"]) for bar in bars["none"].values()} == {(None, None)}
+
+
+def test_bandwidth_is_that_of_the_memory_s_clock_and_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_decoding.nominal_bandwidth("cpu") is None
+    for clock, width, expected in ((1_593_000, 5120, 2.04e12), (10_501_000, 384, 1.01e12), (0, 384, None)):
+        found = SimpleNamespace(memory_clock_rate=clock, memory_bus_width=width)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        assert gpu_decoding.nominal_bandwidth("cuda") == (expected and pytest.approx(expected, rel=0.01))
 
 
 def test_a_run_that_takes_too_long_is_recorded_and_the_others_are_made(

@@ -1,0 +1,125 @@
+"""The record of a benchmark on a GPU: written anew after each cell, ended by the clock if need be, and held to its bars."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+Row = dict[str, Any]
+ENDED: Final = 3
+"""Exit code of a benchmark that the clock has ended."""
+
+
+class Record:
+    """Rows by model. What is added or put is shown, and is in the file when the call returns."""
+
+    def __init__(self, head: Row, out: Path | None, console: Console) -> None:
+        """``out``: the file; ``None`` shows rows alone."""
+        self._told = head | {"shapes": {}, "captured": {}}
+        self._out, self._console = out, console
+        self._lock = threading.Lock()
+        """Held while the record changes or is written."""
+
+    def rows(self, name: str) -> list[Row]:
+        """Those of a model."""
+        found: list[Row] = self._told["shapes"].get(name, [])
+        return found
+
+    def captured(self, name: str, taken: Row) -> None:
+        """Keep what capturing a model's steps took."""
+        with self._lock:
+            self._told["captured"][name] = taken
+
+    def add(self, name: str, row: Row) -> None:
+        """Add a model's row."""
+        with self._lock:
+            self._told["shapes"].setdefault(name, []).append(row)
+        self._changed(name, row)
+
+    def put(self, name: str, row: Row, key: str, value: object) -> None:
+        """Put something into a row that is there."""
+        with self._lock:
+            row[key] = value
+        self._changed(name, row)
+
+    def _changed(self, name: str, row: Row) -> None:
+        """Show a row and write the file."""
+        self._console.print_json(json.dumps({"shape": name} | row))
+        self._write()
+
+    def close(self, bars: Mapping[str, Row]) -> None:
+        """Show and keep which bars were met."""
+        with self._lock:
+            self._told["bars"] = bars
+        self._console.print_json(json.dumps({"bars": bars}))
+        self._write()
+
+    def end_at(self, moment: float, end: Callable[[int], object] = os._exit) -> None:
+        """Have this process end at a monotonic time with what is recorded until then, whatever it does, by ``ENDED``."""
+
+        def over() -> None:
+            with self._lock:
+                self._told["ended"] = "by the clock: what was measured then is not recorded"
+            self._write()
+            print("the time was over while a cell was measured; all others are recorded", file=sys.stderr, flush=True)
+            end(ENDED)
+
+        timer = threading.Timer(max(0.0, moment - time.monotonic()), over)
+        timer.daemon = True
+        timer.start()
+
+    def _write(self) -> None:
+        if self._out is None:
+            return
+        with self._lock:
+            beside = self._out.with_name(self._out.name + ".part")
+            beside.write_text(json.dumps(self._told, indent=1) + "\n")
+            beside.replace(self._out)
+
+
+BARS: Final = {
+    "batch 1: least share of the memory's limit": 0.65,
+    "batch 256: least share of the memory's limit": 0.5,
+    "least tokens a second by those of continuous batching": 3.0,
+    "most waiting of the device for the host": 0.1,
+}
+"""What decoding is held to, launched ahead as the server does it, in every context of a shape."""
+
+
+def bars_of(shapes: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
+    """What was measured of each bar, by shape, and whether it was met; ``None`` where nothing was measured of it."""
+    return {name: _of_shape([row for row in rows if "ahead" in row]) for name, rows in shapes.items()}
+
+
+def _waiting(row: Row) -> Row:
+    """What was told of a row's steps that are launched ahead."""
+    waiting = row.get("waiting")
+    told = waiting.get("ahead", {}) if isinstance(waiting, dict) else {}
+    return told if isinstance(told.get("device_waits"), float) else {}
+
+
+def _of_shape(rows: Sequence[Row]) -> Row:
+    def least_share(batch: int) -> float | None:
+        found = [row["ahead"].get("share_of_memory_limit") for row in rows if row["batch"] == batch]
+        return min((share for share in found if share is not None), default=None)
+
+    gains = [
+        row["ahead"]["tokens_per_second"] / theirs
+        for row in rows
+        if isinstance(theirs := row.get("transformers", {}).get("continuous_batching"), float)
+    ]
+    waits = [told["device_waits"] for row in rows if "device_waits" in (told := _waiting(row))]
+    found = (least_share(1), least_share(256), min(gains, default=None), max(waits, default=None))
+    bars: Row = {}
+    for (name, bar), measured in zip(BARS.items(), found, strict=True):
+        is_met = None if measured is None else measured < bar if name.startswith("most") else measured >= bar
+        bars[name] = {"measured": measured, "bar": bar, "met": is_met}
+    return bars
