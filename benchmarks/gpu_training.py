@@ -4,15 +4,17 @@ Every case is one run of ``tessera-finetune tune`` on text that is made here, of
 the cheapest proof first:
 
 * ``exact``: a 125M shape in fp32 and bf16, with nothing offloaded and with each way of offloading; recorded is how far each
-  one's losses are from those with nothing offloaded.
-* ``fits``: larger shapes; peaks of device and host memory beside the forecast of the same run, and tokens a second.
+  one's losses are from those with nothing offloaded. One is stopped half way and resumed.
+* ``ways``: a 1.4B shape with each way of offloading the optimizer, and how many times as fast as the plain one it is.
+* ``fits``: larger shapes; peaks of device and host memory beside the forecast of the same run, and tokens a second. One has no
+  more than a part of the device, which its states alone would overfill.
+* ``rows``: the 125M shape on packed rows, with samples kept apart by a mask and by their lengths, and with the fused loss.
 * ``disk``: the optimizer's state on NVMe.
-* ``ways``: one shape with each way of offloading the optimizer, beside one another: what each gains.
 
 The record is written anew after each case. All of it ends within ``--minutes``: a case has what is left of them, at most a
 quarter of an hour. One that takes longer is ended and recorded as failed, with what it had; those after the end are recorded as
-not run. ``--rehearse`` makes the same runs with tiny shapes on the CPU; what needs a CUDA device, or differs in fp32 alone, is
-recorded as left out.
+not run, and ``--parts`` makes them in another call. ``--rehearse`` makes the same runs with tiny shapes on the CPU; what needs
+CUDA, or differs in fp32 alone, is recorded as left out.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,60 +87,98 @@ class Case:
     steps: int = 6
     micro: int = 1
     length: int = 2048
-    recomputed: bool = True
+    activations: dict[str, str] = field(default_factory=lambda: {"checkpoint": "device"})
     needs_cuda: bool = False
     nears: str = ""
     """The case whose losses its own are compared with."""
+    beats: str = ""
+    """The case whose seconds a step its own are compared with."""
+    packed: bool = False
+    """Whether rows are packed of short samples, which are kept apart."""
+    resumed: bool = False
+    """Whether it goes on from its half, as one that was killed."""
+    device_gib: float = 0.0
+    """What it may take of the device; 0 for all."""
 
 
 def cases() -> Iterator[Case]:
     """All of them, in their order."""
+    small: dict[str, Any] = {"steps": 12, "micro": 2, "length": 512}
     for precision in ("fp32", "bf16"):
         reference = f"nothing offloaded, {precision}"
-        small: dict[str, Any] = {"precision": precision, "steps": 20, "micro": 2, "length": 512, "recomputed": False}
-        yield Case("exact", reference, "125M", PLAIN, **small)
-        for name, way in (("optimizer", OPTIMIZER), ("both", BOTH), ("Twin-Flow", TWIN_FLOW)):
-            yield Case("exact", f"{name} offloaded, {precision}", "125M", way, nears=reference, **small)
-        yield Case("exact", f"recomputed, {precision}", "125M", PLAIN, nears=reference, **small | {"recomputed": True})
-    superoffload: dict[str, Any] = {"steps": 20, "micro": 2, "length": 512, "needs_cuda": True}
+        kept: dict[str, Any] = {"precision": precision, "activations": {"checkpoint": "none"}, **small}
+        yield Case("exact", reference, "125M", PLAIN, **kept)
+        yield Case("exact", f"both offloaded, {precision}", "125M", BOTH, nears=reference, **kept)
+        yield Case("exact", f"Twin-Flow offloaded, {precision}", "125M", TWIN_FLOW, nears=reference, **kept)
+        on_host = kept | {"activations": {"checkpoint": "cpu"}}
+        yield Case("exact", f"inputs of blocks on the host, {precision}", "125M", PLAIN, nears=reference, **on_host)
+    reference = "nothing offloaded, bf16"
+    yield Case("exact", "both offloaded, resumed, bf16", "125M", BOTH, nears=reference, resumed=True, **kept)
     clipped: Tree = SUPEROFFLOAD | {"optimizer": {}}  # as what it is compared with; then nothing overlaps
-    yield Case("exact", "SuperOffload, bf16", "125M", clipped, nears="nothing offloaded, bf16", **superoffload)
-    yield Case("fits", "1.4B, both offloaded", "1.4B", BOTH, micro=4)
-    yield Case("fits", "2.8B, both offloaded", "2.8B", BOTH, micro=2)
-    kept: Tree = {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "ratio": 0.6}}
-    yield Case("fits", "6.9B, weights on the device, 0.6 of the optimizer offloaded", "6.9B", kept, steps=5)
-    yield Case("disk", "1.4B, optimizer on NVMe", "1.4B", DISK, micro=4)
+    yield Case("exact", "SuperOffload, bf16", "125M", clipped, nears=reference, needs_cuda=True, **small)
+    plain = "1.4B, optimizer"
     for name, way in (("optimizer", OPTIMIZER), ("Twin-Flow", TWIN_FLOW), ("ZenFlow", ZENFLOW), ("SuperOffload", SUPEROFFLOAD)):
-        yield Case("ways", f"1.4B, {name}", "1.4B", way, steps=12, micro=4, needs_cuda=name == "SuperOffload")
+        beats = "" if name == "optimizer" else plain
+        yield Case("ways", f"1.4B, {name}", "1.4B", way, steps=8, micro=4, needs_cuda=name == "SuperOffload", beats=beats)
+    most: Tree = {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "ratio": 0.6}}
+    yield Case("fits", "6.9B, weights on the device, 0.6 of the optimizer offloaded", "6.9B", most, steps=5)
+    yield Case("fits", "2.8B, both offloaded, 24 GiB of the device", "2.8B", BOTH, micro=2, device_gib=24.0)
+    yield Case("fits", "1.4B, both offloaded", "1.4B", BOTH, micro=4)
+    by_mask = "packed rows, by a mask"
+    rows: dict[str, Any] = {"steps": 12, "micro": 4, "packed": True}
+    kinds = {"by a mask": {}, "by lengths": {"packed_attention": "varlen"}, "fused loss": {"loss": "fused"}}
+    for name, what in kinds.items():
+        activations, alone = {"checkpoint": "none", "packed_attention": "mask"} | what, not what
+        beside = "" if alone else by_mask
+        yield Case(
+            "rows", f"packed rows, {name}", "125M", PLAIN,
+            activations=activations, nears=beside, beats=beside, needs_cuda=not alone, **rows,
+        )  # fmt: skip
+    yield Case("disk", "1.4B, optimizer on NVMe", "1.4B", DISK, micro=4, beats=plain)
 
 
-def run(case: Case, folder: Path, text: Path, seconds: float, *, rehearse: bool) -> dict[str, Any]:
-    """Make the run, in at most so many seconds; its figures, or why there are none."""
-    output = folder / "run"
+def tree_of(case: Case, folder: Path, text: Path, *, rehearse: bool) -> Tree:
+    """The file of a run."""
+    steps = 4 if rehearse else case.steps
     tree: Tree = {
         "model": {"new": TINY if rehearse else SHAPES[case.shape]},
         "tokenizer": {"train": {"vocab_size": 512}},
         "data": {"train": str(text), "seq_len": 64 if rehearse else case.length, "eval_fraction": 0},
         "batch": {"micro": case.micro},
-        "activations": {"checkpoint": "device" if case.recomputed else "none"},
-        "schedule": {"steps": 4 if rehearse else case.steps},
-        "save": {"resume_state": False},
+        "activations": dict(case.activations),
+        "schedule": {"steps": steps},
+        "save": {"resume_state": case.resumed, "every": steps // 2 if case.resumed else steps},
         "log": {"every": 1, "report": False},
-        "run": {"output": str(output), "device": "cpu" if rehearse else "cuda", "precision": case.precision},
+        "run": {"output": str(folder / "run"), "device": "cpu" if rehearse else "cuda", "precision": case.precision},
         **case.way,
     }
+    if case.packed:
+        tree["data"] |= {"packing": "isolate", "train": str(text.with_suffix(".jsonl")), "too_long": "drop"}
     if case.part == "disk":
         tree["offload"] = tree["offload"] | {"path": str(folder / "nvme")}
-    config = folder / "run.json"
-    config.write_text(json.dumps(tree))
-    words = [sys.executable, "-m", "finetune", "tune", str(config)]
-    try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"it took longer than the {seconds:.0f} s it had", "limit_seconds": seconds}
-    if done.returncode != 0:
-        return {"failed": (done.stderr or done.stdout).strip()[-500:]}
-    lines = [line for line in read_log(output / LOG) if "loss" in line]
+    return tree
+
+
+def run(case: Case, folder: Path, text: Path, seconds: float, *, rehearse: bool) -> dict[str, Any]:
+    """Make the run, in at most so many seconds; its figures, or why there are none."""
+    ends, output, config = time.monotonic() + seconds, folder / "run", folder / "run.json"
+    config.write_text(json.dumps(tree_of(case, folder, text, rehearse=rehearse)))
+    environment = dict(os.environ)
+    if case.device_gib and not rehearse:
+        share = min(1.0, case.device_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+        environment["PYTORCH_ALLOC_CONF"] = f"per_process_memory_fraction:{share:.4f}"
+    for words in (["tune", str(config)], ["tune", str(config), "--resume"])[: 2 if case.resumed else 1]:
+        if "--resume" in words:
+            forget_the_end(output)
+        command, left = [sys.executable, "-m", "finetune", *words], max(1.0, ends - time.monotonic())
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"it took longer than the {seconds:.0f} s it had", "limit_seconds": seconds}
+        if done.returncode != 0:
+            return {"failed": (done.stderr or done.stdout).strip()[-500:]}
+    # A run that went on has some steps twice, of which the later ones count.
+    lines = list({line["step"]: line for line in read_log(output / LOG) if "loss" in line}.values())
     timed = lines[1:] if rehearse else lines[2:]  # the first allocate, and compile
     found: dict[str, Any] = {
         name: statistics.median(line[name] for line in timed) for name in ("step_seconds", "all_tokens_per_second")
@@ -149,19 +191,31 @@ def run(case: Case, folder: Path, text: Path, seconds: float, *, rehearse: bool)
     return found | {"losses": [line["loss"] for line in lines]}
 
 
+def forget_the_end(output: Path) -> None:
+    """Leave of a run that saved half way and at its end what it would have left, had it been killed between the two."""
+    for root in ("checkpoints", "resume"):
+        first, last = sorted(path for path in (output / root).iterdir() if path.name.startswith("step-"))
+        shutil.rmtree(last)
+        (output / root / "latest").write_text(f"{first.name}\n")
+
+
 def make_text(path: Path, *, megabytes: float) -> Path:
-    """Seeded words, a sentence a line."""
+    """Seeded words, a sentence a line; and samples of them in a file of the same name, a line of JSON each."""
     draw = random.Random(1)
     words = [f"{a}{b}" for a in ("re", "un", "in", "ex", "pro") for b in ("port", "tend", "form", "cede", "ject", "act")]
     with path.open("w", encoding="utf-8") as file:
         while file.tell() < megabytes * 1e6:
             file.write(" ".join(draw.choices(words, k=12)) + "\n")
+    with path.with_suffix(".jsonl").open("w", encoding="utf-8") as file:
+        while file.tell() < megabytes * 1e6:
+            file.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randrange(4, 40)))}) + "\n")
     return path
 
 
 def measured(wanted: list[Case], scratch: Path, text: Path, ends: float, *, rehearse: bool) -> Iterator[dict[str, Any]]:
     """Each case's row, as it is done."""
     losses: dict[str, list[float]] = {}
+    seconds: dict[str, float] = {}
     for number, case in enumerate(wanted):
         row: dict[str, Any] = {"part": case.part, "case": case.name, "shape": "tiny" if rehearse else case.shape}
         if rehearse and (case.needs_cuda or case.precision == "fp32"):
@@ -177,6 +231,10 @@ def measured(wanted: list[Case], scratch: Path, text: Path, ends: float, *, rehe
         if case.nears and losses.get(case.nears) and row.get("losses"):
             pairs = zip(row["losses"], losses[case.nears], strict=True)
             row["furthest_loss"] = max(abs(mine - others) for mine, others in pairs)
+        if "step_seconds" in row:
+            seconds[case.name] = row["step_seconds"]
+            if case.beats in seconds:
+                row["times_as_fast"] = seconds[case.beats] / row["step_seconds"]
         yield row
 
 
@@ -185,8 +243,8 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU: whether it works, not how fast")
-    parser.add_argument("--parts", nargs="+", choices=("exact", "fits", "disk", "ways"), help="all")
-    parser.add_argument("--minutes", type=float, default=10.0, help="all cases end within them (10)")
+    parser.add_argument("--parts", nargs="+", choices=("exact", "ways", "fits", "rows", "disk"), help="all")
+    parser.add_argument("--minutes", type=float, default=9.5, help="all cases end within them (9.5)")
     parser.add_argument("--work", type=Path, help="a folder with room for the saves, and for what goes to NVMe; default: /tmp")
     parser.add_argument(
         "--out", type=Path, help="result file; default: benchmarks/results/gpu-training-<date>.json, not of a rehearsal"
