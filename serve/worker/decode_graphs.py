@@ -107,13 +107,12 @@ class DecodeGraphs:
         )
 
     def _capture_draws(self, whole_TV: Tensor, make: Callable[[], Graph]) -> SamplingBackend:
-        """What samples from these logits: as captured, or, where a device does not capture that, as ever."""
+        """What samples from these logits, as captured.
+
+        One that cannot be is no reason to go on without: what a failed capture leaves of its pool lets no other one begin.
+        """
         draws = CapturedSampling(whole_TV)
-        try:
-            draws.capture(make)
-        except CaptureError as error:
-            _log.warning("tokens are drawn after steps of %d rows, not captured with them: %s", len(whole_TV), error)
-            return self._model.sampling
+        draws.capture(make)
         return draws
 
     def forget(self) -> None:

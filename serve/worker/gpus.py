@@ -14,6 +14,13 @@ _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
 
 
+def numbered(device: torch.device) -> torch.device:
+    """A GPU by its number: the current one, where none was told. torch sets no device without."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def uuid_of(device: torch.device) -> str:
     """The name by which the driver knows a GPU, ``GPU-…``, or a slice of one, ``MIG-…``."""
     found = torch.cuda.get_device_properties(device)

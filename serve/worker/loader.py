@@ -128,6 +128,7 @@ def load_rank(
     Raises:
         ConfigError: the checkpoint, the family or a number of ranks is at fault.
     """
+    device = gpus.numbered(device)
     with opened(config, everything=rank == 0) as checkpoint:
         plan, step = survey(checkpoint, config, device), checkpoint.step
         ranks = join()

@@ -101,7 +101,10 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self._model.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        options = torch._C._profiler._ExperimentalConfig(trace_only=True)
+        try:
+            options = torch._C._profiler._ExperimentalConfig(trace_only=True)  # its events are read by nobody but the trace
+        except TypeError:  # torch before 2.13 makes them, too
+            options = torch._C._profiler._ExperimentalConfig()
         profiler = profile(activities=activities, experimental_config=options)
         profiler.prepare_trace()  # here, where no step waits for it: the first time takes a second
         self._take = _Take(profiler, steps, time.monotonic() + at_most_seconds)

@@ -19,14 +19,15 @@ def _requires_fp8() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", some(cases.CASES, "head size 8", "fp8 cache in splits, head size 80", "pairs turned by fp32, in bf16")
+    "name",
+    some(cases.CASES | cases.ON_A_DEVICE, "head size 8", "fp8 cache in splits, head size 80", "pairs turned by fp32, in bf16"),
 )
 def test_attention_on_the_device_is_what_plain_torch_computes(name: str) -> None:
-    case = cases.CASES[name]
+    case = (cases.CASES | cases.ON_A_DEVICE)[name]
     if case.fp8:
         _requires_fp8()
     found = compare(case, DEVICE, processors())
-    assert found["difference"] <= cases.TOLERANCE[case.dtype]
+    assert found["difference"] <= case.tolerance
     assert found["caches are equal"]
 
 

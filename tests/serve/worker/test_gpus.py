@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,10 +15,11 @@ from torch.distributed import distributed_c10d
 from serve.config import CacheConfig, ModelConfig, NodesConfig, ServerConfig
 from serve.errors import ConfigError
 from serve.model.heads import Stage
-from serve.worker import gpus
+from serve.worker import gpus, loader
 from serve.worker.parallel import Ranks
 from serve.worker.rank_loop import choose_device
 from serve.worker.rank_process import rank_environment
+from tests.support.models import save
 
 UUIDS = "GPU-8f1c2b3a-0d41-4f2e-9c56-77aa0b1c2d3e,GPU-00000000-0d41-4f2e-9c56-77aa0b1c2d3e"
 SLICE = "MIG-8f1c2b3a-0d41-4f2e-9c56-77aa0b1c2d3e"
@@ -138,6 +140,32 @@ def test_what_is_left_of_a_gpu_is_within_the_share_of_the_process(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated * gib)
     cache = CacheConfig(memory_fraction=0.9, kv_cache_gib=kv_cache_gib)
     assert gpus.bytes_left(torch.device("cuda"), cache) == left * gib
+
+
+def test_a_gpu_without_a_number_is_the_current_one() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 3)
+        assert gpus.numbered(torch.device("cuda")) == torch.device("cuda:3")
+    assert gpus.numbered(torch.device("cuda:1")) == torch.device("cuda:1")
+    assert gpus.numbered(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_a_rank_is_loaded_onto_a_numbered_gpu_whatever_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch sets none without a number, which a fake that takes anything would not tell."""
+    with pytest.raises(ValueError, match="specified index"):
+        torch.cuda.set_device(torch.device("cuda"))
+    asked: list[torch.device] = []
+
+    def surveyed(checkpoint: object, config: ServerConfig, device: torch.device) -> None:
+        asked.append(device)
+        raise ConfigError("seen enough")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(loader, "survey", surveyed)
+    config = ServerConfig(model=ModelConfig(path=str(save("gpt2", tmp_path / "model", with_tokenizer=False))))
+    with pytest.raises(ConfigError, match="seen enough"):
+        loader.load_rank(config, 0, torch.device("cuda"), lambda: Ranks(0, 1), loader.Stopwatch())
+    assert asked == [torch.device("cuda:2")]
 
 
 def test_a_process_is_kept_within_its_share_of_a_gpu_unless_its_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

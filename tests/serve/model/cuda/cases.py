@@ -12,6 +12,8 @@ SPANS: Final = ((1, 1), (70, 1), (37, 20), (33, 3))
 TOLERANCE: Final = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """The interpreter cuts bf16 off where a GPU rounds: two units in the last place of numbers below 2."""
 
+WIDE_HEAD_TOLERANCE: Final = 1e-5
+"""In fp32 of heads of 256 features: sums of so many products are further apart where they are added in another order."""
 TURNED_TOLERANCE: Final = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """How far keys that the kernels turned may be from those that torch turned."""
 
@@ -46,8 +48,48 @@ class Case:
     spoiled: str = ""
     """What of the first sequence's newest token is NaN, a ``key`` or a ``query``: so must be what comes of it."""
 
+    @property
+    def tolerance(self) -> float:
+        """How far outputs may be from plain torch's, those beyond 1 as a share of them."""
+        if self.head_dim > 128 and self.dtype == torch.float32:
+            return WIDE_HEAD_TOLERANCE
+        turned = TURNED_TOLERANCE[self.dtype] if self.turned and self.dtype == torch.bfloat16 else 0.0
+        return TOLERANCE[self.dtype] + turned
 
-CASES: Final = {
+
+FAMILIES: Final = {
+    "GPT-2, fp16": Case(dtype=torch.float16, heads=2, splits=4, strided=True),
+    "Pythia 2.8B": Case(dtype=torch.bfloat16, heads=2, head_dim=80, turned=20, splits=4, strided=True),
+    "GPT-NeoX 20B, fp16": Case(dtype=torch.float16, heads=2, head_dim=96, turned=24, splits=4, strided=True),
+    "Pythia 6.9B": Case(dtype=torch.bfloat16, heads=2, head_dim=128, turned=32, splits=4, strided=True),
+    "Pythia 1B": Case(dtype=torch.bfloat16, heads=2, head_dim=256, turned=64, splits=2, strided=True),
+    "GPT-Neo": Case(dtype=torch.float16, heads=2, head_dim=128, window=24),
+    "GPT-J, fp16": Case(dtype=torch.float16, heads=2, head_dim=256, turned=64, pairs=True, splits=4),
+    "CodeGen, fp8 cache": Case(
+        dtype=torch.bfloat16, heads=2, head_dim=256, turned=64, pairs=True, wide_angles=True, splits=2, fp8=True
+    ),
+    "BLOOM": Case(dtype=torch.bfloat16, heads=2, head_dim=128, bias=True, splits=4),
+    "BLOOM, fp8 cache": Case(dtype=torch.float16, heads=2, head_dim=64, bias=True, splits=4, fp8=True),
+    "Falcon 7B": Case(dtype=torch.bfloat16, heads=71, kv_heads=1, turned=64, splits=2, spans=((40, 1), (20, 3))),
+    "Phi-3, a fused projection": Case(
+        dtype=torch.bfloat16, heads=2, kv_heads=2, head_dim=96, turned=96, window=30, splits=4, strided=True
+    ),
+    "Llama 3": Case(dtype=torch.bfloat16, heads=8, head_dim=128, turned=128, splits=4),
+    "Llama 3, fp8 cache, padded rows": Case(
+        dtype=torch.bfloat16, heads=8, head_dim=128, turned=128, splits=2, fp8=True, padded=3
+    ),
+    "Mistral, fp8 cache, fp16": Case(dtype=torch.float16, heads=8, head_dim=128, turned=128, window=24, splits=4, fp8=True),
+    "Gemma 2 9B": Case(dtype=torch.bfloat16, head_dim=256, softcap=5.0, window=24, turned=256, splits=4),
+    "Gemma 2 27B, fp32": Case(head_dim=128, softcap=5.0, turned=128, splits=2),
+    "GPT-OSS, fp8 cache": Case(
+        dtype=torch.bfloat16, heads=8, kv_heads=1, sinks=True, window=24, turned=64, told_once=True, splits=4, fp8=True
+    ),
+    "GPT-OSS, padded rows": Case(dtype=torch.bfloat16, heads=8, kv_heads=1, sinks=True, turned=64, told_once=True, padded=3),
+    "GPT-BigCode": Case(dtype=torch.float16, heads=16, kv_heads=1, head_dim=128, splits=4),
+}
+"""Attention as models have it, in 16 bits and shares: head size, groups, what is turned, rules and caches together."""
+
+CASES: Final = FAMILIES | {
     "plain": Case(),
     "one key/value head for all": Case(heads=8, kv_heads=1),
     "a group that is no power of two": Case(heads=6, kv_heads=2),
@@ -98,3 +140,30 @@ CASES: Final = {
     "turned, prefill longer than a tile": Case(turned=64, spans=((150, 150),), dtype=torch.float16, heads=2, kv_heads=1),
     "prefill behind a cached prefix": Case(spans=((90, 50),), dtype=torch.float16, window=30),
 }
+
+
+def _at_length(head_dim: int, dtype: torch.dtype, *, fp8: bool) -> Case:
+    """Sequences as long as those that are served: of a few shares, of one, a prompt, and a chunk behind a prefix."""
+    rules = {80: {"window": 500}, 96: {"bias": True}, 256: {"softcap": 5.0}}.get(head_dim, {})
+    spans = ((1500, 1), (300, 1), (270, 270), (900, 150))
+    return Case(heads=8, head_dim=head_dim, dtype=dtype, fp8=fp8, splits=8, spans=spans, turned=head_dim // 4, **rules)
+
+
+ON_A_DEVICE: Final = {
+    f"head size {head_dim}, {str(dtype).removeprefix('torch.')}{', fp8 cache' * fp8}, at length": _at_length(
+        head_dim, dtype, fp8=fp8
+    )
+    for head_dim in (64, 80, 96, 128, 256)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for fp8 in (False, True)
+    if not fp8 or dtype != torch.float32
+}
+"""Too long for the interpreter."""
+
+STEPS: Final = {
+    "plain": Case(head_dim=16),
+    "window": Case(head_dim=16, window=40),
+    "all rules": Case(heads=2, kv_heads=1, head_dim=16, softcap=5.0, bias=True, sinks=True, window=200),
+    "sinks": Case(heads=2, kv_heads=1, head_dim=16, sinks=True),
+}
+"""What the inputs of captured steps are tried with."""

@@ -14,8 +14,8 @@ _ROOT: Final = Path(__file__).resolve().parents[4]
 
 
 @cache
-def _told_by(module: str, words: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> Any:
-    ended = subprocess.run(
+def _ran(module: str, words: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", f"tests.serve.model.cuda.{module}", *words],
         cwd=_ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment),
@@ -23,10 +23,10 @@ def _told_by(module: str, words: tuple[str, ...], environment: tuple[tuple[str, 
         text=True,
         timeout=600,
     )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])  # before it DeepSpeed may have said which accelerator it found
 
 
 def told_by(module: str, *words: str, **environment: str) -> Any:
     """The JSON that a module of this folder prints."""
-    return _told_by(module, words, tuple(sorted(environment.items())))
+    ended = _ran(module, words, tuple(sorted(environment.items())))
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])  # before it DeepSpeed may have said which accelerator it found

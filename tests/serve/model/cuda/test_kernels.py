@@ -6,15 +6,22 @@ import pytest
 import torch
 
 from serve.model.cuda.tiling import MOST_SPLITS, cut, programs_for, shape_of, splits_for
-from tests.serve.model.cuda.cases import CASES, TOLERANCE
+from tests.serve.model.cuda.cases import CASES, STEPS
 from tests.serve.model.cuda.processes import told_by
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_interpreted_kernels_compute_what_plain_torch_does(name: str) -> None:
     found = told_by("interpreted", TRITON_INTERPRET="1")[name]
-    assert found["difference"] <= TOLERANCE[CASES[name].dtype]
+    assert found["difference"] <= CASES[name].tolerance
     assert found["caches are equal"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_inputs_of_captured_steps_are_computed_anew_and_rows_without_a_sequence_are_nought(name: str) -> None:
+    found = told_by("interpreted", TRITON_INTERPRET="1")["captured inputs"][name]
+    assert found["difference"] <= STEPS[name].tolerance
+    assert found["rows without a sequence are 0"]
 
 
 def test_neighbours_change_no_bit_of_what_a_sequence_computes() -> None:
