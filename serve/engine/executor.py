@@ -41,6 +41,10 @@ class ModelFacts:
     gpus: tuple[str, ...] = ()
     """UUIDs of the ranks' GPUs, rank 0's first; of each rank alone before they are put together."""
 
+    def called(self, rank: int) -> str:
+        """What a rank is called where it is to blame: with its GPU, if it has one, by the name that the system's log knows."""
+        return f"rank {rank} ({self.gpus[rank]})" if rank < len(self.gpus) else f"rank {rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:

@@ -158,9 +158,9 @@ class StepWatch:
         plan, size = step
         return f"step {plan.step}, {size.tokens} positions of {len(plan.spans)} sequences, took {limit}"
 
-    def cause(self, rank: int | None) -> str:
+    def cause(self, rank: str | None) -> str:
         """Why a life ends whose step takes too long: the rank that the others wait for, if that can be told, and the step."""
-        return f"the ranks hang: {self.describe()}" if rank is None else f"rank {rank} hangs: {self.describe()}"
+        return f"the ranks hang: {self.describe()}" if rank is None else f"{rank} hangs: {self.describe()}"
 
     def _size_of(self, plan: StepPlan) -> _Size:
         self._scored.difference_update(plan.dropped)

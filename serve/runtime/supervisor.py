@@ -365,11 +365,17 @@ class Supervisor:
                 self._figures.tell(life.group)
             cause = life.group.dead_rank()
             if cause is None and life.serving and self._is_step_overdue(life):
-                cause = Loss(life.steps.cause(life.group.hanging_rank()), "hangs")
+                cause = Loss(life.steps.cause(self._hanging(life)), "hangs")
         except Exception as defect:
             _log.exception("the ranks cannot be watched")
             return f"{type(defect).__name__} while watching the ranks"
         return cause
+
+    @staticmethod
+    def _hanging(life: Life) -> str | None:
+        """What the rank is called that the others wait for, if that can be told."""
+        rank = life.group.hanging_rank()
+        return None if rank is None or life.facts is None else life.facts.called(rank)
 
     def _is_step_overdue(self, life: Life) -> bool:
         began = self._bridge.step_started_seconds

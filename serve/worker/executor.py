@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from host import limits
@@ -67,6 +68,7 @@ class RankExecutor:
         self._closed = False
         self._ready = False
         self._on_device = False
+        self._called: Callable[[int], str] = "rank {}".format  # with its GPU, too, once that is known
         self._orders: Orders | None = None
         self._prepares: Preparation | None = None
         self._kills_before = limits.memory_kills()
@@ -101,7 +103,7 @@ class RankExecutor:
                     raise RankStartError(self._lost_while_it_started(rank)) from None
             facts = self._wait_until_ready()
             with self._lock:
-                self._ready = True
+                self._ready, self._called = True, facts.called
                 self._on_device = facts.device != "cpu"
             return facts
         except BaseException as error:
@@ -326,7 +328,7 @@ class RankExecutor:
         limit = self._config.supervisor.heartbeat_timeout_seconds
         for number, age in enumerate(self.heartbeat_ages()):
             if age > limit:
-                return Loss(f"rank {number} is frozen: no heartbeat for {age:.1f} s", "frozen")
+                return Loss(f"{self._called(number)} is frozen: no heartbeat for {age:.1f} s", "frozen")
         return None
 
     def memory(self) -> tuple[tuple[int, int], ...]:

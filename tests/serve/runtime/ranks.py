@@ -73,6 +73,7 @@ class FakeRanks(Deferred):
 
     def __init__(self, num_ranks: int = 2) -> None:
         self.started_on: threading.Thread | None = None
+        self.facts = FACTS
         self.start_error: Exception | None = None
         self.step_error: Exception | None = None
         self.ready = threading.Event()
@@ -115,7 +116,7 @@ class FakeRanks(Deferred):
                 raise ExecutorDied("closed while it started")
         if self.start_error is not None:
             raise self.start_error
-        return FACTS
+        return self.facts
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.in_step.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import threading
 
@@ -87,13 +88,17 @@ async def test_a_step_that_hangs_ends_the_life(monkeypatch: pytest.MonkeyPatch) 
         await serves_exactly(b)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "called"), [((), "rank 1"), (("GPU-8f1c", "GPU-77aa"), r"rank 1 \(GPU-77aa\)")], ids=["cpu", "gpus"]
+)
 async def test_a_step_that_hangs_after_others_has_their_time_and_a_margin_and_its_rank_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpus: tuple[str, ...], called: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
 
     def prepare(ranks: FakeRanks, life: int) -> None:
         ranks.behind, ranks.hold_after = 1, 5 if life == 0 else None
+        ranks.facts = dataclasses.replace(ranks.facts, gpus=gpus)
 
     async with bench(prepare, supervisor={"step_margin_seconds": 3.0}) as b:
         stream = b.gateway.start(request(tokens=12))
@@ -103,7 +108,7 @@ async def test_a_step_that_hangs_after_others_has_their_time_and_a_margin_and_it
         await b.until_life(1)
         assert b.groups[0].num_dumps == 1
         await serves_exactly(b)
-    assert re.search(r"engine down: rank 1 hangs: step 5, 1 positions of 1 sequences, took longer than \d", caplog.text)
+    assert re.search(rf"engine down: {called} hangs: step 5, 1 positions of 1 sequences, took longer than \d", caplog.text)
 
 
 async def test_a_server_that_was_stopped_and_goes_on_keeps_its_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from serve.worker.progress import Progress
 from serve.worker.rank import Rank
 from serve.worker.step_loop import StepLoop
 from serve.worker.vitals import PULSE, LastWords, Vitals
+from tests.serve.runtime.ranks import FACTS
 from tests.serve.worker.family_worker import load
 from tests.support.models import save
 
@@ -249,3 +251,28 @@ def test_of_several_deaths_that_which_brought_the_others_is_named(
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+class _Lives(_Ended):
+    """A process that has not ended."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def poll(self) -> None:
+        return None
+
+
+def test_a_rank_that_falls_silent_is_told_with_its_gpu() -> None:
+    executor, facts = RankExecutor(_config()), dataclasses.replace(FACTS, gpus=("GPU-8f1c", "GPU-77aa"))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        now = time.monotonic()
+        for number, heard in enumerate((now, now - 60.0)):
+            executor._ranks.append(Rank(number, _Lives(), ours, ours, ours, 0.0, Vitals(number, 0, ours, heard), None, 0))
+        executor._ready, executor._called = True, facts.called
+        loss = executor.dead_rank()
+    assert str(loss).startswith("rank 1 (GPU-77aa) is frozen: no heartbeat for 60.")
+    assert loss_reason(loss) == "frozen"
+    assert facts.called(2) == "rank 2", "one without a GPU"
