@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo kernel-resources demo-pictures dashboard-pictures pictures test test-slow test-all check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
+.PHONY: help setup libaio demo kernel-resources demo-pictures dashboard-pictures pictures gpu-fits test test-slow test-all check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ pictures: $(STAMP) ## draw docs/rooms.svg, the table of docs/families.md and the
 	@$(PY) docs/rooms.py
 	@$(PY) docs/families.py
 	@$(PY) deploy/grafana/dashboards.py
+
+gpu-fits: $(STAMP) ## make the tables of docs/gpu.md of what trains and serves on which GPU, in five minutes; CHECK=1 only compares them
+	@$(PY) docs/gpu_fits.py $(if $(CHECK),--check)
 
 kernel-resources: $(STAMP) ## compile the Triton kernels for four architectures, which takes minutes, and keep what each takes of a GPU
 	@$(PY) -m tests.serve.model.cuda.compiled

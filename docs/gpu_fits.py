@@ -1,7 +1,8 @@
 """Writes the tables of ``docs/gpu.md``: which model trains and serves on which GPU beside how much host memory.
 
-Training is what ``tessera-finetune plan`` forecasts, serving what the weights and a position of the KV cache take. All tables
-take minutes: ``python docs/gpu_fits.py``; ``tests/repo`` compares one row of each.
+Training is what ``tessera-finetune plan`` forecasts, serving what the weights and a position of the KV cache take. ``make
+gpu-fits`` runs it, which takes five minutes; ``--check`` proves that the committed tables are what the code says, and writes
+nothing. ``tests/repo`` compares one row of each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,7 +61,9 @@ RECIPES: Final = (
     Recipe("N", {"zero": {"stage": 3}, "offload": {"optimizer": "nvme", "parameters": "cpu", "path": "nvme"}}),
     Recipe("NW", {"zero": {"stage": 3}, "offload": {"optimizer": "nvme", "parameters": "nvme", "path": "nvme"}}),
 )
-"""The fastest first: each keeps less on the GPU, or in memory, than the one before."""
+"""The fastest first: each keeps less on the GPU, or in memory, than the one before. Twin-Flow comes between the first two."""
+RATIOS: Final = tuple(step / 20 for step in range(1, 20))
+"""Shares of the optimizer's state on the host that are tried for Twin-Flow (``offload.ratio``), the smallest first."""
 LORA: Final = Recipe("yes", {"zero": {"stage": 1}, "lora": {"rank": 16}})
 
 
@@ -71,15 +75,26 @@ class Needs:
     host: int
 
 
-def main() -> int:
-    """Write all tables."""
-    page = PAGE.read_text(encoding="utf-8")
-    for name, table in (("training", training_table), ("lora", lora_table), ("serving", serving_table)):
-        begin, end = f"<!-- {name}: docs/gpu_fits.py -->\n", f"<!-- end of {name} -->\n"
-        head, _, rest = page.partition(begin)
-        page = head + begin + "\n" + table() + "\n" + end + rest.partition(end)[2]
-    PAGE.write_text(page, encoding="utf-8")
+def main(arguments: list[str]) -> int:
+    """Write all tables, or with ``--check`` compare them; 1 where one differs."""
+    tables = {"training": training_table(), "lora": lora_table(), "serving": serving_table()}
+    page = wanted = PAGE.read_text(encoding="utf-8")  # after these minutes, in which it may be edited
+    for name, table in tables.items():
+        wanted = with_table(wanted, name, table)
+    if "--check" not in arguments:
+        PAGE.write_text(wanted, encoding="utf-8")
+    elif page != wanted:
+        print("a table of docs/gpu.md is not what docs/gpu_fits.py makes; make gpu-fits writes it:", file=sys.stderr)
+        sys.stderr.writelines(unified_diff(page.splitlines(keepends=True), wanted.splitlines(keepends=True), "is", "made"))
+        return 1
     return 0
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """The page with another table of that name."""
+    begin, end = f"<!-- {name}: docs/gpu_fits.py -->\n", f"<!-- end of {name} -->\n"
+    head, _, rest = page.partition(begin)
+    return head + begin + "\n" + table + "\n" + end + rest.partition(end)[2]
 
 
 # -- training
@@ -92,8 +107,27 @@ def training_table() -> str:
 
 def training_row(model: str) -> tuple[str, ...]:
     """One model's cells."""
-    found = [(recipe.name, needs(model, recipe)) for recipe in RECIPES]
+    on_gpu, *others = [(recipe.name, needs(model, recipe)) for recipe in RECIPES]
+    found = [on_gpu, *twin_flow(model, others[0][1]), *others]
     return model, *(_fastest(found, room) for room in GPUS.values())
+
+
+def twin_flow(model: str, on_host: Needs) -> list[tuple[str, Needs]]:
+    """What the optimizer's state in two parts takes, by the share on the host.
+
+    Forecast for the smallest share; between that and all of it, which ``on_host`` has, what is taken follows the share. Where
+    another phase of a run is the busiest in between, it takes less than so.
+    """
+    least = RATIOS[0]
+    first = needs(model, Recipe("T", {"zero": {"stage": 3}, "offload": {"optimizer": "cpu", "ratio": least}}))
+
+    def at(share: float, low: int, high: int) -> int:
+        return round(low + (high - low) * (share - least) / (1.0 - least))
+
+    return [
+        (f"T {share:g}", Needs(at(share, first.device, on_host.device), at(share, first.host, on_host.host)))
+        for share in RATIOS
+    ]
 
 
 def lora_table() -> str:
@@ -195,4 +229,4 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main(sys.argv[1:]))
