@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib import metadata
 
@@ -59,6 +60,11 @@ def test_every_transitive_dependency_is_pinned() -> None:
                 todo.append((requirement.name, requirement.extras))
     assert not missing
     assert not set(pins) - seen, "constraints.txt pins what nothing asks for"
+
+
+def test_the_page_on_gpus_tells_of_the_torch_that_is_pinned() -> None:
+    told = set(re.findall(r"torch==([\d.]+\d)", (REPOSITORY / "docs/gpu.md").read_text()))
+    assert told == {str(constraints()["torch"])}, "its CUDA, and so the driver, may be others: see what its wheel asks for"
 
 
 def test_the_three_large_parts_are_the_promised_ones() -> None:
