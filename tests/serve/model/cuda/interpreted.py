@@ -27,15 +27,7 @@ def compare(case: Case, device: str = "cpu", processors: int = 8) -> dict[str, f
     torch.manual_seed(5)
     random.seed(5)
     layout, blocks = _lay_out(case)
-    shape = (len(blocks) + 4, case.kv_heads)
-    cache = LayerCache(
-        keys=torch.randn(*shape, case.block_tokens, case.head_dim).to(case.dtype).transpose(2, 3),
-        values=torch.randn(*shape, case.block_tokens, case.head_dim).to(case.dtype),
-    )
-    _poison(cache, case, layout, blocks)
-    if case.fp8:
-        cache = LayerCache(keys=narrowed(cache.keys), values=narrowed(cache.values))
-    cache = LayerCache(keys=cache.keys.to(device), values=cache.values.to(device))
+    cache = _cache_of(case, layout, blocks, device)
     twin = LayerCache(keys=cache.keys.clone(), values=cache.values.clone())
     real = layout.query_starts[-1]
     query, key, value = (part.to(device) for part in _projected(case, real + case.padded))
@@ -88,6 +80,18 @@ def compare(case: Case, device: str = "cpu", processors: int = 8) -> dict[str, f
         within = 0.0  # a GPU turns by another order of operations, and the interpreter cuts bf16 off
     same = _are_near(cache.keys, twin.keys, within) and _are_near(cache.values, twin.values, 0.0)
     return {"difference": _difference(out[:real].float(), expected.float(), case), "caches are equal": same}
+
+
+def _cache_of(case: Case, layout: StepLayout, blocks: list[int], device: str) -> LayerCache:
+    shape = (len(blocks) + 4, case.kv_heads)
+    cache = LayerCache(
+        keys=torch.randn(*shape, case.block_tokens, case.head_dim).to(case.dtype).transpose(2, 3),
+        values=torch.randn(*shape, case.block_tokens, case.head_dim).to(case.dtype),
+    )
+    _poison(cache, case, layout, blocks)
+    if case.fp8:
+        cache = LayerCache(keys=narrowed(cache.keys), values=narrowed(cache.values))
+    return LayerCache(keys=cache.keys.to(device), values=cache.values.to(device))
 
 
 def _kept(keys: Tensor, layout: StepLayout, real: int) -> Tensor:
