@@ -133,7 +133,6 @@ def load_rank(
         plan, step = survey(checkpoint, config, device), checkpoint.step
         ranks = join()
         kernels, linear, filler = _read_weights(checkpoint, plan, config, ranks, device, watch)
-
     model = plan.blueprint.model
     tried = trial if num_blocks is None and is_measured(config, device) else None
     head, narrow = _heads(model, config, ranks, kernels, filler)

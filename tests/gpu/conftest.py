@@ -16,6 +16,7 @@ ORDER: Final = (
     "test_packed",
     "test_cuda",
     "test_memory",
+    "test_several",
     "test_kills",
 )
 _BEGAN: Final = time.monotonic()

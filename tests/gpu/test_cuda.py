@@ -29,13 +29,18 @@ def _generate(server: Server, prompt: list[int], tokens: int) -> list[int]:
     return list(server.inference.Generate(request, timeout=120).completions[0].token_ids)
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "llama"))
-def test_a_server_says_what_transformers_does(family: str, tmp_path: Path) -> None:
-    folder = save(family, tmp_path / family, with_tokenizer=False)
+def says_what_transformers_does(folder: Path, *options: str) -> list[str]:
+    """Ask a server with these options for prompts of several lengths side by side; returns its log, whole."""
     model = reference.load(folder)
     source = random.Random(1)
     prompts = [[source.randrange(1, VOCABULARY) for _ in range(length)] for length in LENGTHS]
-    options = ("--dtype", "float32", "--max-step-tokens", "64", "--max-num-seqs", "4", "--kv-cache-gib", "0.02")
-    with serving(folder, *options, "--cuda-graphs", "on", device=DEVICE) as server, ThreadPoolExecutor(len(prompts)) as pool:
+    given = ("--dtype", "float32", "--max-step-tokens", "64", "--max-num-seqs", "4", "--kv-cache-gib", "0.02", *options)
+    with serving(folder, *given, device=DEVICE) as server, ThreadPoolExecutor(len(prompts)) as pool:
         got = list(pool.map(lambda prompt: _generate(server, prompt, TOKENS), prompts))
     assert got == [reference.greedy(model, prompt, TOKENS) for prompt in prompts]
+    return server.log
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, "llama"))
+def test_a_server_says_what_transformers_does(family: str, tmp_path: Path) -> None:
+    says_what_transformers_does(save(family, tmp_path / family, with_tokenizer=False), "--cuda-graphs", "on")

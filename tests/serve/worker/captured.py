@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +20,16 @@ from tests.serve.worker.family_worker import generate, settings
 
 
 def load_captured(
-    folder: Path, ranks: Ranks, dtype: str = "float32", *, most: int = 256, device: Literal["cpu", "cuda"] = "cpu", **model: Any
+    folder: Path, ranks: Ranks, dtype: str = "float32", *, most: int = 256, device: str | torch.device = "cpu", **model: Any
 ) -> RankModel:
     """This rank's part of a checkpoint, whose decoding steps can be captured; ``model`` as ``ModelConfig`` has it."""
-    config = settings(folder, ranks.size, dtype)
+    config, place = settings(folder, ranks.size, dtype), torch.device(device)
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, device=device, **model),
+        model=dataclasses.replace(config.model, device=place.type, **model),
         kernels=KernelsConfig(cuda_graphs="on", cuda_graph_max_batch=most),
     )
-    return load_rank(config, ranks.rank, torch.device(device), lambda: ranks, Stopwatch())[0]
+    return load_rank(config, ranks.rank, place, lambda: ranks, Stopwatch())[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""One rank that generates with captured decoding steps, and without: ``python -m … RANK SIZE FOLDER``.
+"""One rank that generates with captured decoding steps, and without: ``python -m … RANK SIZE FOLDER DEVICE DTYPE``.
 
-FOLDER has a checkpoint in each of its folders. Every rank writes, by folder, the sizes it captured in their order, what it
-exchanges in the graphs of each size, and what was generated both ways, greedily and by draws, to its graphs-RANK.json; and what
-is generated with steps one ahead.
+FOLDER has a checkpoint in each of its folders. Every rank compares hidden states and logits of both ways bit for bit, and
+writes, by folder, the sizes it captured in their order, what was generated both ways, greedily and by draws, and with steps one
+ahead, to its graphs-RANK.json; on the CPU also what it exchanges in the graphs of each size.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import warnings
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from serve.config import CacheConfig
 from serve.model.cuda.graphs import CpuGraph
 from serve.types import SamplingParams
+from serve.worker import gpus
 from serve.worker.decode_graphs import DecodeGraphs
 from serve.worker.parallel import Ranks, join_ranks
 from serve.worker.progress import Progress
+from serve.worker.rank_loop import choose_device
 from serve.worker.runner import Runner
-from tests.serve.worker.captured import load_captured
+from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import PROMPTS, generate
 from tests.serve.worker.steps_ahead import one_ahead, plans
 
@@ -59,28 +63,44 @@ def generated_ahead(runner: Runner, ranks: Ranks, sampling: tuple[SamplingParams
     return got, followed
 
 
-def main(rank: int, size: int, root: Path) -> None:
+def prepared(wanted: str) -> torch.device:
+    """This rank's device, made ready as the ranks of a server do it: before they meet, so that each meets with its own."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    warnings.simplefilter("error")
+    device = choose_device(wanted, int(os.environ["LOCAL_RANK"]))
+    gpus.take(device, CacheConfig())
+    os.environ["DS_ACCELERATOR"] = device.type
+    if device.type == "cpu":  # on others, libraries may say what they like
+        warnings.simplefilter("error")
+    return device
+
+
+def main(rank: int, size: int, root: Path, wanted: str, dtype: str) -> None:
+    device = prepared(wanted)
     memory = os.open(root / f"memory-{size}", os.O_RDWR | os.O_CREAT)
-    ranks = join_ranks(rank, size, torch.device("cpu"), root / f"meeting-{size}", memory, 120.0, Progress())
+    ranks = join_ranks(rank, size, device, root / f"meeting-{size}", memory, 120.0, Progress())
     told = dict[str, dict[str, object]]()
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-        runner = Runner(load_captured(folder, ranks), ranks)
-        assert runner.graphs is not None
-        mine: dict[str, object] = {"eager": generate(runner, ranks), "drawn eager": generate(runner, ranks, sampling=DRAWN)}
+        model = load_captured(folder, ranks, dtype, device=device)
+        mine: dict[str, object] = {"greedy": tokens_of_both_ways(model, ranks, pytest.MonkeyPatch())}
         told[folder.name] = mine
+        runner = Runner(model, ranks)
+        assert runner.graphs is not None
+        mine["drawn eager"] = generate(runner, ranks, sampling=DRAWN)
         runner.graphs.capture()
-        mine |= {"replayed": generate(runner, ranks), "drawn": generate(runner, ranks, sampling=DRAWN)}
-        for name, sampling in (("ahead", ()), ("drawn ahead", DRAWN), ("drawn without penalties ahead", (DRAWN[0],) * 3)):
+        mine["drawn"] = generate(runner, ranks, sampling=DRAWN)
+        for name, sampling in (
+            ("greedy ahead", ()),
+            ("drawn ahead", DRAWN),
+            ("drawn without penalties ahead", (DRAWN[0],) * 3),
+        ):
             mine[name], followed = generated_ahead(runner, ranks, sampling)
             assert followed > 0
         mine["drawn without penalties"] = generate(runner, ranks, sampling=(DRAWN[0],) * 3)
-        mine |= {"sizes": runner.graphs.sizes, "exchanged": exchanged(runner.graphs)}
+        mine |= {"sizes": runner.graphs.sizes, "exchanged": exchanged(runner.graphs) if device.type == "cpu" else []}
     (root / f"graphs-{rank}.json").write_text(json.dumps(told))
-    ranks.close()
+    os._exit(0)  # as ranks end: NCCL would wait for the graphs that hold its exchanges
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
