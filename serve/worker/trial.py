@@ -6,6 +6,7 @@ import logging
 
 from serve.config import ServerConfig
 from serve.engine.plan import DRAFTED, Span, Start, StepPlan
+from serve.model.cuda.tiling import SHARE_POSITIONS
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import gpus
 from serve.worker.loader import RankModel
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def bytes_of_steps(config: ServerConfig, model: RankModel, ranks: Ranks, draft: RankModel | None = None) -> int:
-    """Capture what is to be captured and compute the largest step that can be; all ranks together. Nothing of it is kept.
+    """Capture what is to be captured and compute the largest steps that can be; all ranks together. Nothing of it is kept.
 
     Where there is a draft model, what it guesses for as many sequences as may run is computed, too.
 
@@ -37,6 +38,9 @@ def bytes_of_steps(config: ServerConfig, model: RankModel, ranks: Ranks, draft: 
     if config.model.draft_model:
         runner.execute(guessed_step(config, model, plan))
     runner.execute(StepPlan(step=2, dropped=tuple(start.sequence for start in plan.starts)))
+    plan = split_step(config, model)
+    runner.execute(plan)
+    runner.execute(StepPlan(step=4, dropped=tuple(start.sequence for start in plan.starts)))
     taken = gpus.reserved_bytes(model.device) - before
     if runner.graphs is not None:
         runner.graphs.forget()
@@ -63,6 +67,26 @@ def largest_step(config: ServerConfig, model: RankModel) -> StepPlan:
         starts.append(Start(sequence=sequence, index=0, token_ids=ids, num_prompt_tokens=own, sampling=_SAMPLING))
         spans.append(Span(sequence=sequence, start=0, count=own, new_blocks=blocks, sample=True))
     return StepPlan(step=0, starts=tuple(starts), spans=tuple(spans))
+
+
+def split_step(config: ServerConfig, model: RankModel) -> StepPlan:
+    """The plan of a step of one token of each sequence that may run, each so long that its positions are split.
+
+    What decoding takes for the parts is the more, the more sequences there are, however long they are; prompts are not split.
+    Blocks are the same, over and over, as above.
+    """
+    count = min(config.scheduler.max_num_seqs, config.scheduler.max_step_tokens)
+    length = max(1, min(2 * SHARE_POSITIONS, model.facts.max_model_len - 1 - _guesses(config)))
+    ids = tuple(place % model.facts.vocab_size for place in range(length))
+    blocks = tuple(BlockId(block % model.facts.num_blocks) for block in range(-(-length // model.facts.block_tokens)))
+    starts, spans = [], []
+    for number in range(count):
+        sequence = SequenceId(-2 - number)
+        starts.append(
+            Start(sequence=sequence, index=0, token_ids=ids, num_prompt_tokens=length, sampling=SamplingParams(temperature=0.0))
+        )
+        spans.append(Span(sequence=sequence, start=length - 1, count=1, new_blocks=blocks, sample=True))
+    return StepPlan(step=3, starts=tuple(starts), spans=tuple(spans))
 
 
 def guessed_step(config: ServerConfig, model: RankModel, largest: StepPlan) -> StepPlan:

@@ -83,10 +83,12 @@ def test_the_step_that_is_tried_is_the_largest_that_there_can_be(config: ServerC
         return bytes_of_steps(config, model, ranks)
 
     load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=trial)
-    largest, last = plans
+    largest, dropped, split, last = plans
     assert [span.count for span in largest.spans] == [8, 8, 8, 8]
     assert all(span.sample for span in largest.spans)
-    assert set(last.dropped) == {start.sequence for start in largest.starts}, "nothing of it stays"
+    assert [(span.start, span.count) for span in split.spans] == [(510, 1)] * 4, "more than a share of each"
+    for tried, after in ((largest, dropped), (split, last)):
+        assert set(after.dropped) == {start.sequence for start in tried.starts}, "nothing of it stays"
 
 
 @pytest.mark.parametrize(("changed", "why"), [({"kv_cache_gib": 0.004}, "its size is given"), ({}, "nothing is captured")])
