@@ -33,6 +33,21 @@ def test_states_on_a_gpu_follow_the_stages() -> None:
     assert device_bytes(2, 4, optimizer="cpu") == pytest.approx(2, rel=0.01)
 
 
+def test_inputs_of_blocks_that_wait_on_the_host_are_counted_there_to_the_byte_and_not_on_the_gpu() -> None:
+    """They are pinned in buffers of their size, which all steps share: a row of features in 16 bits for each token and layer."""
+    told = {}
+    for where in ("device", "cpu"):
+        config = config_of(
+            run={"ranks": 1, "device": "auto"}, activations=ActivationConfig(checkpoint=where), batch=BatchConfig(micro=2)
+        )
+        facts = facts_of(config, model_config_of(config), "bf16", on_gpu=False)
+        told[where] = _phases(facts, layout_of(config, device="cuda", precision="bf16"))["backward pass"]
+    inputs = 2 * config.data.seq_len * NEW["hidden_size"] * NEW["num_hidden_layers"] * 2
+    assert told["cpu"][1]["block inputs"] == inputs
+    assert "block inputs" not in told["device"][1]
+    assert told["device"][0]["activations"] - told["cpu"][0]["activations"] == inputs
+
+
 @pytest.mark.parametrize(("precision", "sent"), [("bf16", 2), ("fp16", 0)])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_pipeline_in_16_bits_adds_up_gradients_in_fp32(stage: int, precision: str, sent: int) -> None:
