@@ -34,7 +34,7 @@ def test_states_on_a_gpu_follow_the_stages() -> None:
 
 
 def test_inputs_of_blocks_that_wait_on_the_host_are_counted_there_to_the_byte_and_not_on_the_gpu() -> None:
-    """They are pinned in buffers of their size, which all steps share: a row of features in 16 bits for each token and layer."""
+    """They are pinned in buffers of their size, which all steps share: of each token and layer a row of 16-bit features."""
     told = {}
     for where in ("device", "cpu"):
         config = config_of(
