@@ -142,7 +142,7 @@ bench-safety: $(STAMP) ## what TLS and tokens cost, and calls that outlive the r
 # Several processes on one device: compiling its kernels takes most of the time, and each compiles with one core.
 test-gpu: $(STAMP) ## the tests that need a CUDA device, within ten minutes; REHEARSE=1: few of them, on the CPU
 	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -m gpu tests/gpu \
-	    -n $(if $(REHEARSE),1,$(GPU_WORKERS)) --maxschedchunk 1
+	    -n $(if $(REHEARSE),1,$(GPU_WORKERS)) --maxschedchunk 1 --max-worker-restart 0
 
 bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
 	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)

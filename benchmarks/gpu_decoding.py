@@ -46,6 +46,11 @@ class Decoding:
         self._blocks = iter(range(1 << 30))
         self._held = [0] * batch
 
+    @property
+    def length(self) -> int:
+        """Positions of each sequence behind the last step that was planned."""
+        return self._length
+
     def start(self) -> None:
         """Compute the prompts."""
         for number, prompt in enumerate(self._prompts):
@@ -183,14 +188,16 @@ def timed_steps(step: Callable[[], None], steps: int) -> float:
     return statistics.median(walls)
 
 
-def waits_of(step: Callable[[], None], seconds: float, device: str) -> dict[str, Any]:
-    """The share of a step's ``seconds`` in which the device waits for the host, and that in which it does nothing at all."""
-    for _ in range(WARMING):
-        step()
+def waits_of(step: Callable[[], None], steps: int, device: str) -> dict[str, Any]:
+    """The share of a step's seconds in which the device waits for the host, and that in which it does nothing at all.
+
+    The seconds are of as many steps right before those that are profiled: sequences, and so steps, become longer.
+    """
+    seconds = timed_steps(step, steps)
     own, busy = device_seconds(step, device)
     if not busy:
         return {"device_waits": "not told: the profiler saw nothing on the device"}
-    return {"device_waits": max(0.0, 1 - own / seconds), "device_idle": max(0.0, 1 - busy / seconds)}
+    return {"seconds": seconds, "device_waits": max(0.0, 1 - own / seconds), "device_idle": max(0.0, 1 - busy / seconds)}
 
 
 def bytes_of_step(model: RankModel, sizes: dict[str, int], batch: int, context: int, itemsize: int) -> int:

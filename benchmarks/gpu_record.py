@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ class Record:
     def captured(self, name: str, taken: Row) -> None:
         """Keep what capturing a model's steps took."""
         with self._lock:
-            self._told["captured"][name] = taken
+            self._told["captured"].setdefault(name, taken)  # a second time its kernels are compiled
 
     def add(self, name: str, row: Row) -> None:
         """Add a model's row."""
@@ -55,21 +56,26 @@ class Record:
         self._console.print_json(json.dumps({"shape": name} | row))
         self._write()
 
-    def close(self, bars: Mapping[str, Row]) -> None:
+    def close(self) -> None:
         """Show and keep which bars were met."""
         with self._lock:
-            self._told["bars"] = bars
-        self._console.print_json(json.dumps({"bars": bars}))
+            self._told["bars"] = bars_of(self._told["shapes"])
+        self._console.print_json(json.dumps({"bars": self._told["bars"]}))
         self._write()
 
-    def end_at(self, moment: float, end: Callable[[int], object] = os._exit) -> None:
-        """Have this process end at a monotonic time with what is recorded until then, whatever it does, by ``ENDED``."""
+    def end_at(self, moment: float, scratch: Path, end: Callable[[int], object] = os._exit) -> None:
+        """Have this process end at a monotonic time with what is recorded until then, whatever it does, by ``ENDED``.
+
+        Args:
+            scratch: a folder that is removed first.
+        """
 
         def over() -> None:
             with self._lock:
                 self._told["ended"] = "by the clock: what was measured then is not recorded"
-            self._write()
+            self.close()
             print("the time was over while a cell was measured; all others are recorded", file=sys.stderr, flush=True)
+            shutil.rmtree(scratch, ignore_errors=True)
             end(ENDED)
 
         timer = threading.Timer(max(0.0, moment - time.monotonic()), over)

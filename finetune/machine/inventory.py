@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 from host import limits
@@ -55,19 +56,21 @@ def libaio() -> str | None:
     )
 
 
+@cache
 def gpus() -> list[tuple[str, int | None]]:
     """Name and bytes of each GPU that torch may train on, in the order of CUDA's numbers.
 
-    ``None`` bytes of one that does not tell, as where it shares the host's memory. A torch for CPUs alone has none.
+    ``None`` bytes of one that does not tell, as where it shares the host's memory. A torch for CPUs alone has none. Asked once
+    in the life of a process.
     """
     if "+cpu" in (version_of("torch") or ""):
         return []
     program = Path(__file__).with_name("cuda_devices.py")
     try:
-        answer = subprocess.run([sys.executable, "-I", "-S", program], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+        answer = subprocess.run([sys.executable, "-I", "-S", program], capture_output=True, text=True, timeout=60, check=True)
+        return [(name, size) for name, size in json.loads(answer.stdout)]
+    except (OSError, subprocess.SubprocessError, ValueError):
         return []
-    return [(name, size) for name, size in json.loads(answer.stdout)]
 
 
 def gpu_memory_bytes() -> list[int | None]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from finetune.machine.pinned import CudaDriver, PinnedMemory
+
+_LEAVING: Final = 2
+"""Tensors that may be on the device and on their way to the host."""
 
 
 class Copies(Protocol):
@@ -26,10 +30,16 @@ class Copies(Protocol):
 
 
 class CudaCopies:
-    """To the host on a stream of their own, back on that of what is computed. The host waits for neither."""
+    """To the host on a stream of their own, back on that of what is computed. The host waits for neither.
+
+    What is computed waits for a copy to the host when the second one after it begins, and only then is the tensor let go of: so
+    no more than two wait on the device, however far ahead of it the host is.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        """What is copied to the host, and the events of that."""
 
     def out(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
         """Begin to copy a tensor when all that was launched before is done; it may be let go of at once."""
@@ -41,14 +51,23 @@ class CudaCopies:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
-        return stream.record_event()
+        there = stream.record_event()
+        self._leaving.append((tensor, there))
+        self._let_go(_LEAVING)
+        return there
 
     def back(self, host: Tensor, device: torch.device, after: Any) -> tuple[Tensor, Any]:
         """The tensor in memory of the current stream, on which the copy takes its turn."""
+        self._let_go(0)
         current = torch.cuda.current_stream(device)
         current.wait_event(after)
         return host.to(device, non_blocking=True), current.record_event()
+
+    def _let_go(self, kept: int) -> None:
+        """Let what is computed from now on have the memory of all but so many, when they are copied."""
+        while len(self._leaving) > kept:
+            tensor, there = self._leaving.popleft()
+            torch.cuda.current_stream(tensor.device).wait_event(there)
 
 
 @dataclass(slots=True)
@@ -95,6 +114,11 @@ class HostInputs:
         self._device_type = device_type
         self._free: dict[int, list[_Buffer]] = {}
         """Buffers that nothing waits in, by their bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What is pinned now, whole pages."""
+        return self._memory.num_bytes
 
     def hooks(self) -> saved_tensors_hooks:
         """A context within which autograd saves here."""

@@ -68,6 +68,7 @@ class Gauges:
                 free, total = torch.cuda.mem_get_info(self._device)
                 # The context and the communication library lie outside torch's allocator.
                 outside = max(0, total - free - torch.cuda.memory_reserved(self._device))
-                write_json(self._output / "logs" / "device.json", {"peak_bytes": taken + outside})
+                peaks = {"peak_bytes": taken + outside, "reserved_bytes": taken}
+                write_json(self._output / "logs" / "device.json", peaks)
         except OSError:  # a full disk is told by the save that met it
             pass

@@ -61,6 +61,7 @@ def _keep(output: Path, watch: MemoryWatch) -> None:
     device = read_json(output / "logs" / "device.json")
     if device is not None:
         measured["device_bytes"] = device["peak_bytes"]
+        measured["device_reserved_bytes"] = device.get("reserved_bytes")
     with contextlib.suppress(OSError):  # a full disk has been told already
         write_json(output / MEASURED, measured)
 

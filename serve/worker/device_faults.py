@@ -43,7 +43,7 @@ def step_fault(
         missing = _missing_bytes(error)
         fits = _what_fits(config, tokens, sequences, num_blocks, block_bytes, missing)
         asked = f", for want of {missing / GIB:.2f} GiB" if missing else ""
-        return LastWords("memory", f"{device} ran out of memory {doing}{asked}: {fits}")
+        return LastWords("memory", f"{_whose_memory(error, device)} ran out of memory {doing}{asked}: {fits}")
     return fault(error, device, doing)
 
 
@@ -76,7 +76,7 @@ def fault(error: BaseException, device: str, doing: str) -> LastWords | None:
     said = str(error)
     first = said.strip().partition("\n")[0][:500]
     if is_out_of_device_memory(error):
-        return LastWords("memory", f"{device} ran out of memory {doing}: {first}")
+        return LastWords("memory", f"{_whose_memory(error, device)} ran out of memory {doing}: {first}")
     if is_of_an_exchange(error):  # before what follows: such an error may quote one of the device
         return LastWords("exchange", f"the exchange with other ranks failed {doing}: {first}")
     if isinstance(error, torch.AcceleratorError) or _DEVICE.search(said):
@@ -102,6 +102,11 @@ def weights_that_do_not_fit(config: ServerConfig, device: str, *, weight_bytes: 
         f"the weights take {weight_bytes / now / GIB:.1f} GiB on each of {now} ranks, and {device} had "
         f"{free_bytes / GIB:.1f} GiB free: {'; '.join(ways)}"
     )
+
+
+def _whose_memory(error: BaseException, device: str) -> str:
+    """The driver says the same of a device's memory and of the host's, which it pins; torch's allocator has the device's."""
+    return device if isinstance(error, torch.OutOfMemoryError) else f"{device}, or the host for what it pins,"
 
 
 def _missing_bytes(error: BaseException) -> int:

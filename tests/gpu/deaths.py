@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -75,7 +76,8 @@ def strike(server: Server, load: Load, victim: int, fault: Fault, ranks: int) ->
     restarts, known = server.metrics()["tessera_engine_restarts_total"], len(_down(server))
     os.kill(old[victim], fault.signal)
     down = until(lambda: _down(server)[known:], seconds=NOTICED_SECONDS)
-    assert [line.partition("engine down: ")[2] for line in down if f"rank {victim} {fault.noticed}" in line] != [], down
+    named = re.compile(rf"rank {victim}(?: \([^)]*\))? {re.escape(fault.noticed)}")  # on a device with its name
+    assert [line for line in down if named.search(line)] != [], down
     until(
         lambda: server.metrics()["tessera_engine_restarts_total"] > restarts and server.health() == "SERVING",
         seconds=START_SECONDS,

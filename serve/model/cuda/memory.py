@@ -12,6 +12,8 @@ _OUTSIDE: Final = re.compile(
     r"|Triton Error \[CUDA\]: out of memory|Cuda failure (?:\d+ )?'out of memory'"
 )
 """What is said by those who ask the driver itself: its own code and graphs, cuBLAS and its kin, Triton, NCCL."""
+_OF_ANOTHER: Final = "ncclRemoteError"
+"""NCCL then tells what another rank ended of."""
 
 
 def is_out_of_device_memory(error: BaseException) -> bool:
@@ -20,4 +22,5 @@ def is_out_of_device_memory(error: BaseException) -> bool:
     Those beside torch's allocator take what it has left of the device, so that they may be the first to be in want of it. Their
     errors are of the types that broken devices have, too, and differ in their text alone.
     """
-    return isinstance(error, torch.OutOfMemoryError) or _OUTSIDE.search(str(error)) is not None
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (_OUTSIDE.search(said) is not None and _OF_ANOTHER not in said)

@@ -49,25 +49,31 @@ int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 
 
 
 def test_gpus_are_what_the_driver_shows_and_none_where_there_is_no_driver_or_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     real = inventory.version_of
     monkeypatch.setattr(inventory, "version_of", lambda name: "2.13.0" if name == "torch" else real(name))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+    def asked() -> list[tuple[str, int | None]]:
+        inventory.gpus.cache_clear()
+        return inventory.gpus()
+
+    request.addfinalizer(inventory.gpus.cache_clear)
     (tmp_path / "libcuda.so.1").write_text("no library")
-    assert inventory.gpus() == inventory.gpu_memory_bytes() == []
+    assert asked() == inventory.gpu_memory_bytes() == []
     (tmp_path / "driver.c").write_text(DRIVER)
     command = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "driver.c")]
     subprocess.run(command, check=True)
     for name, value in {"FAKE_INIT": "0", "FAKE_COUNT": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert inventory.gpus() == [("GPU of 100", 85014151168), ("GPU of 101", None), ("GPU of 102", 3 * 85014151168)]
+    assert asked() == [("GPU of 100", 85014151168), ("GPU of 101", None), ("GPU of 102", 3 * 85014151168)]
     assert inventory.gpu_memory_bytes() == [85014151168, None, 3 * 85014151168], "one that shares the host's memory"
     monkeypatch.setattr(inventory, "version_of", lambda name: "2.13.0+cpu")
-    assert inventory.gpus() == [], "a torch for CPUs alone does not train on them"
+    assert asked() == [], "a torch for CPUs alone does not train on them"
     monkeypatch.setattr(inventory, "version_of", lambda name: "2.13.0")
     monkeypatch.setenv("FAKE_INIT", "100")
-    assert inventory.gpus() == [], "no device"
+    assert asked() == [], "no device"
 
 
 def test_compilers_are_looked_for_beside_the_interpreter_first(

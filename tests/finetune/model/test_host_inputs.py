@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -151,7 +152,7 @@ class Stream:
     """A stream that writes down what is asked of it."""
 
     def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
+        self.name, self.said, self.events = name, said, 0
 
     def wait_stream(self, other: Stream) -> None:
         self.said.append(f"{self.name} waits for {other.name}")
@@ -160,7 +161,8 @@ class Stream:
         self.said.append(f"{self.name} waits for {event}")
 
     def record_event(self) -> str:
-        self.said.append(f"event of {self.name}")
+        self.said.append(f"event {self.events} of {self.name}")
+        self.events += 1
         return self.said[-1]
 
 
@@ -170,15 +172,25 @@ def test_copies_of_a_gpu_wait_for_one_another_and_the_host_for_none(monkeypatch:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("side", said))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: said.append(f"on {stream.name}") or nullcontext())  # type: ignore[func-returns-value]  # None is meant
-    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: said.append(f"the tensor is held for {stream.name}"))
-    copies, tensor, host = CudaCopies(), torch.arange(4.0), torch.zeros(4)
-    written = copies.out(tensor, host, None)
-    assert torch.equal(host, tensor)
-    assert said == ["side waits for main", "on side", "the tensor is held for side", "event of side"]
+    copies, tensors, hosts = CudaCopies(), [torch.arange(4.0) + n for n in range(4)], [torch.zeros(4) for _ in range(4)]
+    held = [weakref.ref(tensor) for tensor in tensors]
+    first = copies.out(tensors[0], hosts[0], None)
+    assert said == ["side waits for main", "on side", "event 0 of side"]
+    second = copies.out(tensors[1], hosts[1], None)
     said.clear()
-    found, read = copies.back(host, device, written)
-    assert torch.equal(found, tensor)
-    assert said == ["main waits for event of side", "event of main"]
+    del tensors[0]
+    gc.collect()
+    assert held[0]() is not None, "it may still be read"
+    copies.out(tensors[1], hosts[2], None)
+    assert said[-1] == f"main waits for {first}", "and what is computed then may have its memory"
+    gc.collect()
+    assert held[0]() is None
+    assert torch.equal(hosts[0], torch.arange(4.0))
     said.clear()
-    copies.out(tensor, host, read)
-    assert said[:3] == ["side waits for main", "side waits for event of main", "on side"]
+    found, read = copies.back(hosts[1], device, second)
+    assert torch.equal(found, torch.arange(4.0) + 1)
+    assert said[2:] == [f"main waits for {second}", read], "behind all that were on their way"
+    assert said[:2] == [f"main waits for {second}", "main waits for event 2 of side"]
+    said.clear()
+    copies.out(tensors[2], hosts[1], read)
+    assert said[:3] == ["side waits for main", f"side waits for {read}", "on side"]

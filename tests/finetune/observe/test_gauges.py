@@ -204,7 +204,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * size)
     (tmp_path / "logs").mkdir()
-    write_json(tmp_path / "logs" / "device.json", {"peak_bytes": 17})
+    write_json(tmp_path / "logs" / "device.json", {"peak_bytes": 17, "reserved_bytes": 13})
     return tmp_path
 
 
@@ -212,7 +212,9 @@ def test_what_was_seen_is_kept_and_said_beside_the_forecast(run: Path, console: 
     with observed(tune(run), [11, 12], console):
         pass
     seen = read_json(run / MEASURED)
-    assert seen == {"host_bytes": 3 * GIB, "rank_bytes": [2 * GIB, GIB], "disk_bytes": 23, "device_bytes": 17}
+    assert seen == {
+        "host_bytes": 3 * GIB, "rank_bytes": [2 * GIB, GIB], "disk_bytes": 23, "device_bytes": 17, "device_reserved_bytes": 13,
+    }  # fmt: skip
     assert written(console).startswith("peaks: host memory 3.00 GiB (forecast 6.00, +100 %)")
 
 

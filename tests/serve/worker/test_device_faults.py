@@ -84,15 +84,23 @@ def test_memory_that_others_than_torchs_allocator_wanted_is_told_as_memory_too(s
     words = _said(_plan(1, 1), error)
     assert words == LastWords(
         "memory",
-        f"{DEVICE} ran out of memory in a step of 2 tokens of 2 sequences: --max-num-seqs 1 makes such a step half as large; "
+        f"{DEVICE}, or the host for what it pins, ran out of memory in a step of 2 tokens of 2 sequences: "
+        "--max-num-seqs 1 makes such a step half as large; "
         "a --memory-fraction below 0.9 leaves more to steps",
     )
     words = _said(_plan(1), error, kv_cache_gib=15.6)
     assert words is not None
     assert words.sentence.endswith(": a --kv-cache-gib below 15.6 leaves more to the driver and its libraries")
     assert fault(error, DEVICE, "while the model was loaded") == LastWords(
-        "memory", f"{DEVICE} ran out of memory while the model was loaded: {said.partition(chr(10))[0]}"
+        "memory",
+        f"{DEVICE}, or the host for what it pins, ran out of memory while the model was loaded: {said.partition(chr(10))[0]}",
     )
+
+
+def test_memory_that_another_rank_wanted_is_an_exchange_that_was_lost() -> None:
+    words = _said(_plan(1), RuntimeError("NCCL error, ncclRemoteError: remote process exited, Cuda failure 2 'out of memory'"))
+    assert words is not None
+    assert words.kind == "exchange"
 
 
 def test_a_cache_that_could_not_give_enough_is_not_advised() -> None:
