@@ -99,7 +99,7 @@ pictures: $(STAMP) ## draw docs/rooms.svg, the table of docs/families.md and the
 gpu-fits: $(STAMP) ## make the tables of docs/gpu.md of what trains and serves on which GPU, in five minutes; CHECK=1 only compares them
 	@$(PY) docs/gpu_fits.py $(if $(CHECK),--check)
 
-kernel-resources: $(STAMP) ## compile the Triton kernels for four architectures, which takes minutes, and keep what each takes of a GPU
+kernel-resources: $(STAMP) ## compile the Triton kernels for five architectures, which takes a quarter of an hour, and keep what each takes of a GPU
 	@$(PY) -m tests.serve.model.cuda.compiled
 
 bench: $(STAMP) ## tokens per second beside transformers, on this machine's CPU

@@ -33,6 +33,11 @@ def cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
         raise ConfigError("cache.kv_cache_dtype is fp8; it is for GPUs, and model.device is cpu: choose auto, or int8")
     if wanted == "int8" and device != "cpu":
         raise ConfigError(f"cache.kv_cache_dtype is int8; it is for the CPU, and model.device is {device}: choose auto")
+    if wanted == "fp8" and dtype == torch.float32:  # whose products, of what is widened in registers, spill them
+        raise ConfigError(
+            "cache.kv_cache_dtype is fp8; it is for models in bfloat16 or float16, and this one computes in float32: "
+            "choose auto, or another model.dtype"
+        )
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(wanted, dtype)
 
 

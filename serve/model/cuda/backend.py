@@ -10,7 +10,18 @@ from torch import Tensor
 
 from serve.model.attention import PLAIN, LayerCache, Rotary, ScoreRules, StepLayout
 from serve.model.cuda import kernels
-from serve.model.cuda.tiling import SHARE_POSITIONS, Shape, cut, padded_head, programs_for, shape_of, splits_for
+from serve.model.cuda.tiling import (
+    COMBINE_WARPS,
+    SHARE_POSITIONS,
+    WRITE_WARPS,
+    Shape,
+    cut,
+    padded_head,
+    precision_of,
+    programs_for,
+    shape_of,
+    splits_for,
+)
 from serve.model.sending import send
 
 
@@ -79,8 +90,9 @@ class TritonBackend:
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
         heads, kv_heads, head_dim = query_THD.shape[1], key_TGD.shape[1], query_THD.shape[2]
         group = heads // kv_heads
-        ruled = rules.softcap != 0.0 or rules.bias_HL is not None
-        short, long = (shape_of(query_THD.dtype, head_dim, group, long=phase, rules=ruled) for phase in (False, True))
+        facts = {"capped": rules.softcap != 0.0, "biased": rules.bias_HL is not None}
+        facts["fp8"] = layer.keys.dtype == torch.float8_e4m3fn
+        short, long = (shape_of(query_THD.dtype, head_dim, group, long=phase, **facts) for phase in (False, True))
         tiles = self._tiles_of(layout, (short.tokens, long.tokens))
         launch = _Launch(query_THD, layer, layout, out_THD, scale, window, turns, rules, widen=self._widens(query_THD.dtype))
         if len(tiles.short):
@@ -110,7 +122,7 @@ class TritonBackend:
             D2=padded_head(head_dim),
             S=layer.values.shape[2],
             **turns.constants,
-            num_warps=1,
+            num_warps=WRITE_WARPS,
         )
 
     def _tiles_of(self, layout: StepLayout, most: tuple[int, int]) -> _Tiles:
@@ -226,10 +238,11 @@ class _Launch:
             BIASED=rules.bias_HL is not None,
             SINKS=rules.sinks_H is not None,
             **turns.constants,
-            PRECISION="ieee" if query_THD.dtype == torch.float32 else "tf32",
+            PRECISION=precision_of(query_THD.dtype),
             WIDEN=self._widen,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
+            maxnreg=shape.most_registers,
         )
         if splits > 1:
             self._combine(partial, stats, tiles, sinks, tokens[1])
@@ -249,4 +262,5 @@ class _Launch:
             D2=partial.shape[3],
             SPLITS=partial.shape[2],
             SINKS=self._rules.sinks_H is not None,
+            num_warps=COMBINE_WARPS,
         )

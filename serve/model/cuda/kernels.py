@@ -114,6 +114,31 @@ def write_kv(
 
 
 @triton.jit
+def _rows(first, count, before, GROUP: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
+    """A program's rows of products, of a tile's numbers.
+
+    Returns:
+        (key/value head, tokens [M], heads [M], which of them are real [M], their numbers among the tokens of all tiles [M]).
+    """
+    PARTS: tl.constexpr = (GROUP + R - 1) // R
+    kv_head = tl.program_id(1) // PARTS
+    m = tl.arange(0, M)
+    member = tl.program_id(1) % PARTS * R + m % R
+    real = (m // R < count) & (member < GROUP)
+    return kv_head, (first + m // R).to(tl.int64), kv_head * GROUP + member, real, before.to(tl.int64) + m // R
+
+
+@triton.jit
+def _rows_again(tiles, GROUP: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
+    """``_rows``, of numbers that are read anew: behind a loop, so that it has their registers for itself."""
+    tile = tiles + 4 * tl.program_id(0)
+    first = tl.load(tile + 1, volatile=True)
+    count = tl.load(tile + 2, volatile=True)
+    before = tl.load(tile + 3, volatile=True)
+    return _rows(first, count, before, GROUP, R, M)
+
+
+@triton.jit
 def _find_tile(
     tiles, positions, GROUP: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, SHARE: tl.constexpr,
@@ -124,35 +149,18 @@ def _find_tile(
         (row of the block table, key/value head, tokens [M], heads [M], which of them are real [M], their positions [M], their
         numbers among the tokens of all tiles [M], first position, the position behind the last, positions of a share).
     """
-    PARTS: tl.constexpr = (GROUP + R - 1) // R
     tile = tiles + 4 * tl.program_id(0)
     row = tl.load(tile).to(tl.int64)
     first = tl.load(tile + 1)
     count = tl.load(tile + 2)
-    before = tl.load(tile + 3).to(tl.int64)
-    kv_head = tl.program_id(1) // PARTS
-    m = tl.arange(0, M)
-    member = tl.program_id(1) % PARTS * R + m % R
-    real = (m // R < count) & (member < GROUP)
-    token = (first + m // R).to(tl.int64)
+    kv_head, token, head, real, number = _rows(first, count, tl.load(tile + 3), GROUP, R, M)
     position = tl.load(positions + token, mask=real, other=-1)
     high = tl.load(positions + first + count - 1) + 1
     low = 0
     if WINDOW > 0:
         low = tl.maximum(tl.load(positions + first) - WINDOW + 1, 0) // N * N
     share = tl.maximum(tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), N), SPLITS) * N, SHARE)
-    return (
-        row,
-        kv_head,
-        token,
-        kv_head * GROUP + member,
-        real,
-        position,
-        before + m // R,
-        low,
-        high,
-        share,
-    )
+    return row, kv_head, token, head, real, position, number, low, high, share
 
 
 @triton.jit
@@ -261,6 +269,8 @@ def attend(
         if SINKS:
             mass, total = _with_sink(top, mass, total, sinks, head, real)
         total = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        _, token, head, real, _ = _rows_again(tiles, H // G, R, M)
+        kept = real[:, None] & (d < D)[None, :]
         tl.store(out + token[:, None] * (H * D) + head[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=kept)
     else:
         while split < SPLITS:
@@ -270,6 +280,8 @@ def attend(
                 q, keys, values, tables, bias, scale, softcap, row, kv_head, head, position, real, begin, end, table_width,
                 bias_width, G, D, D2, S, M, N, WINDOW, CAPPED, BIASED, PRECISION,
             )  # fmt: skip
+            _, _, head, real, number = _rows_again(tiles, H // G, R, M)
+            place = (number * H + head) * SPLITS
             tl.store(partial + (place + split)[:, None] * D2 + d[None, :], total, mask=real[:, None] & (begin < end))
             tl.store(stats + (place + split) * 2, top, mask=real)
             tl.store(stats + (place + split) * 2 + 1, mass, mask=real)

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from serve.model.cuda.linear_kernels import quantized_linear
+from serve.model.cuda.tiling import precision_of
 from serve.model.linear import Matmul, Packer
 from serve.model.quantized import BITS, Quantized, quantize
 
@@ -36,16 +37,16 @@ class LinearShape:
 
 
 def linear_shape(dtype: torch.dtype, bits: int, rows: int) -> LinearShape:
-    """The shape for so many rows: two in all, so that what is compiled does not depend on the load.
+    """The shape for so many rows: two in all, so that what is compiled does not depend on the load. None spills a register.
 
     A product of few rows takes as long as its weight is read. Few outputs of a program make enough programs for all of a GPU,
     and many inputs at once enough bytes under way.
     """
     half = PADDED_TO[4] // 2
     if dtype == torch.float32:
-        return LinearShape(16, 32, half, 4, 2)
+        return LinearShape(16, 32, half, 4, 3)
     if rows <= 16:
-        return LinearShape(16, 16, 256, 2, 4) if bits == 8 else LinearShape(16, 16, half, 2, 4, spans=4)
+        return LinearShape(16, 16, 256, 2, 3) if bits == 8 else LinearShape(16, 16, half, 2, 4, spans=4)
     return LinearShape(64, 64, 64 if bits == 8 else half, 8, 3)
 
 
@@ -100,7 +101,7 @@ def _whole_numbers(weight: Quantized, bits: int, bias_O: Tensor | None, activati
             SPANS=shape.spans,
             BIASED=bias_O is not None,
             KIND=activation,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            PRECISION=precision_of(x.dtype),
             WIDEN=widen,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

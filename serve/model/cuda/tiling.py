@@ -13,6 +13,12 @@ SHARE_POSITIONS: Final = 256
 """Positions of a sequence that are not worth splitting: fewer cost more to weigh than they gain."""
 LEAST_HEAD: Final = 16
 """The least inner size of a product that tensor cores take."""
+WRITE_WARPS: Final = 1
+"""A program of ``kernels.write_kv`` has so many: it writes one head of one token."""
+MOST_REGISTERS: Final = 255
+"""A thread can have no more."""
+COMBINE_WARPS: Final = 4
+"""A program of ``kernels.combine`` has so many."""
 _PROGRAMS_PER_PROCESSOR: Final = 2
 """What a split of positions aims at: fewer leave multiprocessors idle, more cost a longer sum over the splits."""
 
@@ -34,6 +40,8 @@ class Shape:
     """N, looked at at once."""
     num_warps: int
     num_stages: int
+    most_registers: int | None = None
+    """A thread may have so many; ``None`` lets ptxas spill a few where room for one program more is made by that."""
 
     @property
     def tokens(self) -> int:
@@ -51,27 +59,41 @@ def padded_head(head_dim: int) -> int:
     return max(LEAST_HEAD, power_of_two(head_dim))
 
 
-def shape_of(dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool) -> Shape:
-    """The shape for a phase: one that spills no register on any architecture, which ``tests/serve/model/cuda`` holds.
+def shape_of(
+    dtype: torch.dtype, head_dim: int, group: int, *, long: bool, capped: bool = False, biased: bool = False, fp8: bool = False
+) -> Shape:
+    """The shape for a phase: one that spills no register on any architecture in what ``tests/serve/model/cuda`` compiles.
 
     Args:
         dtype: of queries; products of fp32 have no tensor cores that keep its precision, and take many registers.
         head_dim: D.
         group: query heads of one key/value head.
         long: spans of many tokens (prefill) rather than one or a few each (decoding).
-        rules: scores have a soft-cap or a table of biases, which take registers, too.
+        capped, biased: scores have a soft-cap or a table of biases, which take registers, too; a window and sinks take few.
+        fp8: keys and values are kept in 8 bits, and widened in registers.
     """
-    wide = head_dim > 128
+    wide, rules, most_registers = head_dim > 128, capped or biased, None
     if dtype == torch.float32:
-        rows, positions, num_warps, num_stages = 16, 16, 8 if 64 < head_dim < 128 else 4, 3
+        rows, positions, most_registers = 16, 16, MOST_REGISTERS
+        num_warps, num_stages = (4, 2) if head_dim == 128 else (8 if head_dim > 64 else 4, 3)
+    elif not long and fp8:
+        rows, positions, most_registers = 16, 32, MOST_REGISTERS if wide else None
+        num_warps, num_stages = (8, 2) if 64 < head_dim <= 128 and not rules else (4, 3)
     elif not long:
-        rows, positions, num_warps, num_stages = 16, 32, 8 if wide and not rules else 4, 3
+        rows, positions, most_registers = 16, 32, MOST_REGISTERS if wide and biased else None
+        num_warps, num_stages = (8, 2) if wide else (4, 3)
     elif wide:
         rows, positions, num_warps, num_stages = 64, 32, 8, 3
     else:
-        rows, positions = 128 if 32 < head_dim <= 64 and not rules else 64, 64
-        num_warps, num_stages = 8, 2 if rules and head_dim < LEAST_HEAD else 3
-    return Shape(rows, _heads_of_a_program(group, rows, long=long), positions, num_warps, num_stages)
+        rows, positions, num_warps = 128 if 32 < head_dim <= 64 and not rules else 64, 64, 8
+        num_stages = 2 if head_dim <= 32 or (fp8 and head_dim <= 64 and not rules) else 3
+    heads = _heads_of_a_program(group, rows, long=long)
+    return Shape(rows, heads, positions, num_warps, num_stages, most_registers)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How products of this type are computed, in Triton's words."""
+    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def _heads_of_a_program(group: int, rows: int, *, long: bool) -> int:

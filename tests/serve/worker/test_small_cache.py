@@ -104,3 +104,10 @@ def test_a_cache_that_nothing_computes_with_is_refused_by_name() -> None:
         ConfigError, match=r"^cache.kv_cache_dtype is int8; it is for the CPU, and model.device is cuda: choose auto$"
     ):
         cache_dtype("int8", "cuda", torch.bfloat16)
+    assert cache_dtype("fp8", "cuda", torch.float16) == torch.float8_e4m3fn
+    with pytest.raises(
+        ConfigError,
+        match=r"^cache.kv_cache_dtype is fp8; it is for models in bfloat16 or float16, and this one computes in float32: "
+        r"choose auto, or another model.dtype$",
+    ):
+        cache_dtype("fp8", "cuda", torch.float32)

@@ -1,10 +1,10 @@
 """The Triton kernels compiled for GPUs that are not there.
 
-``python -m tests.serve.model.cuda.compiled`` compiles all variants for all architectures, in minutes, and keeps what a program
-of each takes in ``resources.json``: registers, bytes of stack (spilled registers) and of shared memory, and how many of its
-instructions have a thread load fewer than four bytes. With the words
-``NAME ...`` it prints those variants alone, as a JSON object by architecture. A process of its own, since Triton decides when
-the kernels are imported whether they are compiled.
+``python -m tests.serve.model.cuda.compiled`` compiles all variants for all architectures, two at a time, in a quarter of an
+hour, and keeps what a program of each takes in ``resources.json``: registers, bytes of stack (spilled registers) and of shared
+memory, how many of its instructions have a thread load fewer than four bytes, and how many multiply for a warp group. With the
+words ``NAME ...`` it prints those variants alone, as a JSON object by architecture. A process of its own, since Triton decides
+when the kernels are imported whether they are compiled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +30,18 @@ from triton.compiler import ASTSource
 from serve.model.cuda import kernels, linear_kernels, norm_kernels
 from serve.model.cuda.layers import warps_for
 from serve.model.cuda.linear import linear_shape
-from serve.model.cuda.tiling import MOST_SPLITS, SHARE_POSITIONS, padded_head, power_of_two, shape_of
-from tests.serve.model.cuda.resources import HEAD_SIZES, RECORD, SHARED_BYTES, decided_by
+from serve.model.cuda.tiling import (
+    COMBINE_WARPS,
+    MOST_SPLITS,
+    SHARE_POSITIONS,
+    WRITE_WARPS,
+    padded_head,
+    power_of_two,
+    precision_of,
+    shape_of,
+)
+from tests.serve.model.cuda.resources import SHARED_BYTES, keep
+from tests.serve.model.cuda.variants import FP8_FROM, HEAD_SIZES, NAMES, Variant, attention_variants
 
 FP8: Final = "*fp8e4nv"
 ALIGNED: Final = {
@@ -40,24 +51,29 @@ ALIGNED: Final = {
 """Numbers that are multiples of 16 in what is compiled, as they are where a model's sizes are."""
 Variants = Mapping[str, Callable[[], dict[str, int]]]
 """What compiles each, by its name."""
-NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+AT_ONCE: Final = 2
+"""Processes that compile."""
 _DUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_ANGLES: Final = {
+    "halves": {"PAIRS": False, "TOLD_ONCE": False},
+    "told once": {"PAIRS": False, "TOLD_ONCE": True},
+    "pairs": {"PAIRS": True, "TOLD_ONCE": True},
+    "none": {"PAIRS": False, "TOLD_ONCE": False},
+}
 
 
-def attend(
-    architecture: int, dtype: torch.dtype, head_dim: int, group: int, *, long: bool, rules: bool, fp8: bool = False,
-    pairs: bool = False, told_once: bool = False, wide_angles: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    """What one variant of ``attend`` takes; ``rules``: with a window, a soft-cap, a table of biases and sinks."""
-    shape = shape_of(dtype, head_dim, group, long=long, rules=rules)
-    number = f"*{NAMES[dtype]}"
-    kept, angles = FP8 if fp8 else number, "*fp32" if wide_angles else number
+def attend(architecture: int, of: Variant) -> dict[str, int]:
+    """What one variant of ``attend`` takes."""
+    facts = {"capped": of.capped, "biased": of.biased, "fp8": of.fp8}
+    shape = shape_of(of.dtype, of.head_dim, of.group, long=of.phase == "prefill", **facts)
+    number = f"*{NAMES[of.dtype]}"
+    kept, angles = FP8 if of.fp8 else number, "*fp32" if of.angles == "pairs" else number
     constants: dict[str, Any] = {
-        "H": 4 * group, "G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16, "R": shape.heads, "M": shape.rows,
-        "N": shape.positions, "WINDOW": 256 if rules else 0, "SPLITS": 1 if long else 8, "SHARE": SHARE_POSITIONS,
-        "CAPPED": rules, "BIASED": rules, "SINKS": rules, "TURNED": head_dim,
-        "PAIRS": pairs, "TOLD_ONCE": told_once, "WIDEN": False,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "H": 4 * of.group, "G": 4, "D": of.head_dim, "D2": padded_head(of.head_dim), "S": 16, "R": shape.heads, "M": shape.rows,
+        "N": shape.positions, "WINDOW": 256 if of.window else 0, "SPLITS": 8 if of.phase == "decode" else 1,
+        "SHARE": SHARE_POSITIONS, "CAPPED": of.capped, "BIASED": of.biased, "SINKS": of.sinks,
+        "TURNED": 0 if of.angles == "none" else of.head_dim, **_ANGLES[of.angles],
+        "WIDEN": False, "PRECISION": precision_of(of.dtype),
     }  # fmt: skip
     types = {
         "query": number, "keys": kept, "values": kept, "out": number, "partial": "*fp32", "stats": "*fp32",
@@ -65,7 +81,8 @@ def attend(
         "sinks": "*fp32", "scale": "fp32", "softcap": "fp32", "query_token": "i32", "query_head": "i32", "angle_token": "i32",
         "table_width": "i32", "bias_width": "i32",
     }  # fmt: skip
-    return _resources(kernels.attend, types, constants, architecture, shape.num_warps, shape.num_stages)
+    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages, "maxnreg": shape.most_registers}
+    return _resources(kernels.attend, types, constants, architecture, options)
 
 
 def quantized_linear(architecture: int, dtype: torch.dtype, bits: int, rows: int) -> dict[str, int]:
@@ -77,9 +94,15 @@ def quantized_linear(architecture: int, dtype: torch.dtype, bits: int, rows: int
     constants = {
         "BITS": bits, "GROUP": 32, "BM": shape.rows, "BO": shape.outputs, "K": shape.inputs, "BIASED": True, "KIND": "gelu",
         "SPANS": shape.spans,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": False,
+        "PRECISION": precision_of(dtype), "WIDEN": False,
     }  # fmt: skip
-    return _resources(linear_kernels.quantized_linear, types, constants, architecture, shape.num_warps, shape.num_stages)
+    return _resources(
+        linear_kernels.quantized_linear,
+        types,
+        constants,
+        architecture,
+        {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+    )
 
 
 def write_kv(architecture: int, dtype: torch.dtype, head_dim: int, *, fp8: bool = False, pairs: bool = False) -> dict[str, int]:
@@ -90,7 +113,7 @@ def write_kv(architecture: int, dtype: torch.dtype, head_dim: int, *, fp8: bool 
     types |= {"slots": "*i64"} | dict.fromkeys(("cosines", "sines"), "*fp32" if pairs else number) | strides
     constants = {"G": 4, "D": head_dim, "D2": padded_head(head_dim), "S": 16, "TURNED": head_dim}
     constants |= {"PAIRS": pairs, "TOLD_ONCE": pairs}
-    return _resources(kernels.write_kv, types, constants, architecture, 1, 2)
+    return _resources(kernels.write_kv, types, constants, architecture, {"num_warps": WRITE_WARPS})
 
 
 def combine(architecture: int, dtype: torch.dtype, head_dim: int) -> dict[str, int]:
@@ -98,7 +121,7 @@ def combine(architecture: int, dtype: torch.dtype, head_dim: int) -> dict[str, i
     types = {"partial": "*fp32", "stats": "*fp32", "out": f"*{NAMES[dtype]}", "tiles": "*i32", "sinks": "*fp32"}
     types |= {"tokens": "i32"}
     constants = {"H": 8, "D": head_dim, "D2": padded_head(head_dim), "SPLITS": MOST_SPLITS, "SINKS": True}
-    return _resources(kernels.combine, types, constants, architecture, 4, 2)
+    return _resources(kernels.combine, types, constants, architecture, {"num_warps": COMBINE_WARPS})
 
 
 def rms_norm(architecture: int, dtype: torch.dtype, width: int, rounding: str) -> dict[str, int]:
@@ -106,7 +129,7 @@ def rms_norm(architecture: int, dtype: torch.dtype, width: int, rounding: str) -
     types = dict.fromkeys(("x", "weight", "out"), f"*{NAMES[dtype]}") | {"x_row": "i32", "epsilon": "fp32"}
     padded = power_of_two(width)
     constants = {"W": width, "W2": padded, "ROUNDING": rounding}
-    return _resources(norm_kernels.rms_norm, types, constants, architecture, warps_for(padded), 2)
+    return _resources(norm_kernels.rms_norm, types, constants, architecture, {"num_warps": warps_for(padded)})
 
 
 def sum_and_norm(architecture: int, dtype: torch.dtype, width: int, rounding: str) -> dict[str, int]:
@@ -115,11 +138,11 @@ def sum_and_norm(architecture: int, dtype: torch.dtype, width: int, rounding: st
     types = dict.fromkeys(names, f"*{NAMES[dtype]}") | dict.fromkeys(("x_row", "y_row", "z_row"), "i32") | {"epsilon": "fp32"}
     padded = power_of_two(width)
     constants = {"W": width, "W2": padded, "THREE": True, "NORMS": 2, "ROUNDING": rounding}
-    return _resources(norm_kernels.sum_and_norm, types, constants, architecture, warps_for(padded), 2)
+    return _resources(norm_kernels.sum_and_norm, types, constants, architecture, {"num_warps": warps_for(padded)})
 
 
 def _resources(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, num_warps: int, num_stages: int
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, options: dict[str, int | None]
 ) -> dict[str, int]:
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     # As launched: addresses are multiples of 16, and so are strides and widths but those that a kernel does not ask for.
@@ -127,7 +150,6 @@ def _resources(
     source = ASTSource(
         fn=kernel, signature=signature, constexprs=constants, attrs={(place,): [["tt.divisibility", 16]] for place in aligned}
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -135,38 +157,32 @@ def _resources(
         told = subprocess.run([_DUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(rf"{word}:(\d+)", told)[-1]) for word in ("REG", "STACK"))
     narrow = len(re.findall(r"ld\.global[.\w]*\.[a-z](?:8|16)\b", made.asm["ptx"]))
-    return {"registers": registers, "stack": stack, "shared": made.metadata.shared, "narrow_loads": narrow}
+    grouped = len(re.findall(r"\bwgmma\.mma_async|\btcgen05\.mma", made.asm["ptx"]))
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": made.metadata.shared,
+        "narrow_loads": narrow,
+        "group_products": grouped,
+    }
 
 
-def attention_variants(architecture: int) -> Variants:
-    """Of all head sizes; what differs in types or groups alone is compiled for some of them."""
-    found: dict[str, Callable[[], dict[str, int]]] = {}
-    for head_dim in HEAD_SIZES:
-        for long, rules in itertools.product((False, True), repeat=2):
-            phase = f"head size {head_dim}, " + ("prefill" if long else "decode") + (", rules" if rules else "")
-            of = functools.partial(attend, architecture, head_dim=head_dim, long=long, rules=rules)
-            found[f"bf16, {phase}"] = functools.partial(of, dtype=torch.bfloat16, group=4)
-            if not long:  # the tiles of fp32 are the same in both phases
-                found[f"fp32, {phase}"] = functools.partial(of, dtype=torch.float32, group=4)
-            if head_dim in (64, 256):  # as GPT-OSS turns them, and CodeGen, whose angles take more than GPT-J's
-                told = {"pairs": head_dim == 256, "told_once": True, "wide_angles": head_dim == 256}
-                found[f"bf16, {phase}, other angles"] = functools.partial(of, dtype=torch.bfloat16, group=4, **told)
-            if not rules and head_dim == 128:
-                found[f"fp16, {phase}"] = functools.partial(of, dtype=torch.float16, group=4)
-                found[f"bf16, {phase}, groups of 71"] = functools.partial(of, dtype=torch.bfloat16, group=71)
-            if not rules and architecture >= 90:  # below 8.9 nothing converts fp8
-                found[f"bf16, {phase}, fp8"] = functools.partial(of, dtype=torch.bfloat16, group=4, fp8=True)
+def of_attention(architecture: int) -> Variants:
+    """Of attention, and of what writes keys and values and weighs splits."""
+    found: dict[str, Callable[[], dict[str, int]]] = {
+        name: functools.partial(attend, architecture, of) for name, of in attention_variants(architecture).items()
+    }
     for head_dim in (min(HEAD_SIZES), max(HEAD_SIZES)):
         write = functools.partial(write_kv, architecture, torch.bfloat16, head_dim)
         found[f"write_kv, head size {head_dim}"] = write
         found[f"write_kv, head size {head_dim}, other angles"] = functools.partial(write, pairs=True)
         found[f"combine, head size {head_dim}"] = functools.partial(combine, architecture, torch.bfloat16, head_dim)
-        if architecture >= 90:
+        if architecture >= FP8_FROM:
             found[f"write_kv, head size {head_dim}, fp8"] = functools.partial(write, fp8=True)
     return found
 
 
-def linear_variants(architecture: int) -> Variants:
+def of_linear(architecture: int) -> Variants:
     """Of layers of whole numbers."""
     return {
         f"int{bits}, {NAMES[dtype]}, {rows} rows": functools.partial(quantized_linear, architecture, dtype, bits, rows)
@@ -175,7 +191,7 @@ def linear_variants(architecture: int) -> Variants:
     }
 
 
-def norm_variants(architecture: int) -> Variants:
+def of_norms(architecture: int) -> Variants:
     """Of norms over a head, and over all features of models from small to large."""
     return {
         f"rms_norm, {NAMES[dtype]}, {width} features": functools.partial(rms_norm, architecture, dtype, width, rounding)
@@ -188,20 +204,34 @@ def norm_variants(architecture: int) -> Variants:
     }
 
 
+_KINDS: Final = {"attention": of_attention, "linear": of_linear, "norms": of_norms}
+
+
+def measured(job: tuple[str, int, str]) -> dict[str, int]:
+    """What one takes: of a kind, for an architecture, by its name."""
+    kind, architecture, name = job
+    return _KINDS[kind](architecture)[name]()
+
+
 def main(names: list[str]) -> None:
     """Compile what is named and print it, or all, and keep it."""
+    jobs = [
+        (kind, architecture, name)
+        for kind, of_kind in _KINDS.items()
+        for architecture in SHARED_BYTES
+        for name in of_kind(architecture)
+        if not names or name in names
+    ]
+    found: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
     with tempfile.TemporaryDirectory() as cache:  # whatever an earlier run has left
         os.environ["TRITON_CACHE_DIR"] = cache
-        found: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
-        for kind, variants_of in (("attention", attention_variants), ("linear", linear_variants), ("norms", norm_variants)):
-            for architecture in SHARED_BYTES:
-                variants = variants_of(architecture)
-                chosen = variants.keys() & set(names) if names else variants
-                found.setdefault(kind, {})[str(architecture)] = {name: variants[name]() for name in chosen}
+        with ProcessPoolExecutor(AT_ONCE) as processes:
+            for (kind, architecture, name), taken in zip(jobs, processes.map(measured, jobs), strict=True):
+                found.setdefault(kind, {}).setdefault(str(architecture), {})[name] = taken
     if names:
         print(json.dumps(found))
     else:
-        RECORD.write_text(json.dumps({"of": decided_by(), **found}, indent=1) + "\n")
+        keep(found)
 
 
 if __name__ == "__main__":

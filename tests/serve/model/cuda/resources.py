@@ -12,19 +12,33 @@ from typing import Any, Final
 _HERE: Final = Path(__file__).resolve().parent
 _CUDA: Final = _HERE.parents[3] / "serve" / "model" / "cuda"
 RECORD: Final = _HERE / "resources.json"
-"""By kind of kernel, architecture and variant: registers, bytes of stack and of shared memory, narrow loads; ``of`` what."""
-HEAD_SIZES: Final = (8, 64, 80, 96, 128, 256)
-SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""By kind of kernel, architecture and variant: registers, bytes of stack and of shared memory, narrow loads, products of warp
+groups; ``of`` what."""
+SHARED_BYTES: Final = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """What a program may have at most, by compute capability: the architectures that are compiled for."""
 _SOURCES: Final = (
     *(_CUDA / name for name in ("kernels.py", "layers.py", "linear.py", "linear_kernels.py", "norm_kernels.py", "tiling.py")),
-    _HERE / "compiled.py",
+    *(_HERE / name for name in ("compiled.py", "variants.py")),
 )
 
 
 def decided_by() -> dict[str, str]:
     """The version of Triton, and a digest of each source that decides what is compiled, its words and layout left out."""
     return {"triton": importlib.metadata.version("triton"), **{path.name: _digest_of(path.read_text()) for path in _SOURCES}}
+
+
+def keep(found: dict[str, dict[str, dict[str, dict[str, int]]]]) -> None:
+    """Write the record, a variant a line."""
+    kinds = [f'"of": {json.dumps(decided_by())}']
+    for kind, architectures in found.items():
+        parts = [
+            f'"{architecture}": {{\n'
+            + ",\n".join(f"{json.dumps(name)}: {json.dumps(of)}" for name, of in variants.items())
+            + "\n}"
+            for architecture, variants in architectures.items()
+        ]
+        kinds.append(f'"{kind}": {{\n' + ",\n".join(parts) + "\n}")
+    RECORD.write_text("{\n" + ",\n".join(kinds) + "\n}\n")
 
 
 def _digest_of(source: str) -> str:

@@ -31,7 +31,7 @@ def test_neighbours_change_no_bit_of_what_a_sequence_computes() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("group", [1, 3, 8, 20, 48, 71])
 def test_the_heads_of_a_group_are_shared_out_over_programs_of_full_tiles(group: int, dtype: torch.dtype) -> None:
-    short, long = (shape_of(dtype, 64, group, long=phase, rules=False) for phase in (False, True))
+    short, long = (shape_of(dtype, 64, group, long=phase) for phase in (False, True))
     assert short.rows == 16
     assert short.heads == -(-group // -(-group // 16)), "as many as fit, in parts of about the same size"
     parts = -(-group // long.heads)
