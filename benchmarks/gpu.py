@@ -186,8 +186,8 @@ class Cells:
 
     def decode(self, batch: int, context: int, steps: int) -> Row:
         """Seconds, tokens a second and the share of the memory's limit, in each way; or why there is no room."""
-        if why := self.lacks(batch, context, steps):
-            return {"not_run": why}
+        if lack := self.lacks(batch, context, steps):
+            return {"not_run": lack}
         row: Row = {}
         for way, step, decoding in self._ways(batch, context):
             seconds = timed_steps(step, steps)
@@ -234,12 +234,13 @@ def by_transformers(model: Generates, prompts: list[list[int]], steps: int, devi
             more = seconds[2] - seconds[1]
             found[name] = len(prompts) * steps / more if more > 0 else "not told: the longer run took no longer"
         except Exception as error:  # a peer that cannot do a cell is no reason to lose the others
-            found[name] = _failed(error)
+            found[name] = {"failed": why(error)}
     return found
 
 
-def _failed(error: Exception) -> str:
-    return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def why(error: Exception) -> str:
+    """What is recorded of a failure: its type, and the beginning of what it says in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class Benchmark:
@@ -270,7 +271,7 @@ class Benchmark:
                     try:
                         cell |= cells.decode(batch, context, self._steps)
                     except Exception as error:  # what was measured before it is not lost, and it may have left anything behind
-                        cells = _failed(error)
+                        cells = why(error)
                 if isinstance(cells, str):
                     cell["failed"] = cells
                 elif "ahead" not in cell and "not_run" not in cell:
@@ -291,7 +292,7 @@ class Benchmark:
                 try:
                     peer = peer or read_model(self._folder(model), self._programme.dtype, self._programme.device)
                 except Exception as error:  # as above
-                    self._record.put(model.name, row, "transformers", {"failed": _failed(error)})
+                    self._record.put(model.name, row, "transformers", {"failed": why(error)})
                     continue
                 asked = prompts(row["batch"], row["context"], model.sizes["vocab_size"])
                 told = by_transformers(peer, asked, self._steps, self._programme.device)
@@ -308,13 +309,13 @@ class Benchmark:
             rows = self._measured(model)
             cells = None if not rows or self._is_over("waiting") else self._cells(model)
             for row in rows:
-                why: str | Row = {"not_run": NOT_RUN}
+                told: Row = {"not_run": NOT_RUN}
                 if isinstance(cells, Cells) and not self._is_over("waiting"):
                     try:
-                        why = dict(cells.wait(row["batch"], row["context"]))
+                        told = dict(cells.wait(row["batch"], row["context"]))
                     except Exception as error:  # as above
-                        cells = _failed(error)
-                self._record.put(model.name, row, "waiting", cells if isinstance(cells, str) else why)
+                        cells = why(error)
+                self._record.put(model.name, row, "waiting", {"failed": cells} if isinstance(cells, str) else told)
             del cells
             self._give_back()
 
@@ -326,7 +327,7 @@ class Benchmark:
             self._give_back()
             cells = Cells(folder, self._programme, model)
         except Exception as error:  # kernels are compiled here for the first time; other models may do
-            return _failed(error)
+            return why(error)
         self._record.captured(model.name, cells.captured)
         return cells
 
@@ -373,6 +374,8 @@ def main() -> int:
         "bandwidth": nominal_bandwidth(programme.device), "dtype": programme.dtype, "versions": {"torch": torch.__version__},
     }  # fmt: skip
     out = args.out or (None if args.rehearse else RESULTS / f"gpu-{datetime.date.today()}.json")
+    if out is not None and not out.parent.is_dir():
+        parser.error(f"--out: {out.parent} is no folder")
     record = Record(head, out, Console())
     ends = began + 60 * args.minutes
     until = {part: began + 60 * args.minutes * share for part, share in SHARES.items()}

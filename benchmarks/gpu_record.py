@@ -107,8 +107,7 @@ def bars_of(shapes: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
 
 def _waiting(row: Row) -> Row:
     """What was told of a row's steps that are launched ahead."""
-    waiting = row.get("waiting")
-    told = waiting.get("ahead", {}) if isinstance(waiting, dict) else {}
+    told: Row = row.get("waiting", {}).get("ahead", {})
     return told if isinstance(told.get("device_waits"), float) else {}
 
 

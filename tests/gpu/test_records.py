@@ -124,12 +124,17 @@ def test_a_benchmark_is_ended_by_the_clock_with_what_it_has(tmp_path: Path) -> N
 
 
 def test_bars_are_held_to_the_worst_context_and_to_nothing_that_was_not_measured() -> None:
-    def row(batch: int, share: float, waits: float | None, theirs: float | str) -> dict[str, Any]:
+    def row(batch: int, share: float, waits: float | None, theirs: float | dict[str, str]) -> dict[str, Any]:
         told: dict[str, Any] = {"batch": batch, "ahead": {"tokens_per_second": 300.0, "share_of_memory_limit": share}}
         told["transformers"] = {"continuous_batching": theirs}
-        return told | ({"waiting": {"ahead": {"device_waits": waits}}} if waits is not None else {"waiting": "failed: x"})
+        return told | ({"waiting": {"ahead": {"device_waits": waits}}} if waits is not None else {"waiting": {"failed": "x"}})
 
-    rows = [row(1, 0.7, 0.05, 50.0), row(1, 0.66, None, "failed: x"), row(256, 0.49, 0.2, 100.0), {"batch": 1, "not_run": "x"}]
+    rows = [
+        row(1, 0.7, 0.05, 50.0),
+        row(1, 0.66, None, {"failed": "x"}),
+        row(256, 0.49, 0.2, 100.0),
+        {"batch": 1, "not_run": "x"},
+    ]
     bars = bars_of({"one": rows, "none": []})
     assert [(bar["measured"], bar["met"]) for bar in bars["one"].values()] == [
         (0.66, True), (0.49, False), (3.0, True), (0.2, False),

@@ -96,7 +96,7 @@ def test_answers_of_transformers_that_failed_are_no_speed(given: list[int]) -> N
             return {str(number): SimpleNamespace(generated_tokens=given) for number, _ in enumerate(inputs)}
 
     told = gpu.by_transformers(cast("Generates", Failing()), [[1, 2], [3, 4]], 8, "cpu")
-    assert str(told["continuous_batching"]).startswith("failed: AssertionError: continuous batching gave [")
+    assert told["continuous_batching"]["failed"].startswith("AssertionError: continuous batching gave [")
     assert "failed" not in str(told["generate"])
 
 
@@ -155,7 +155,7 @@ def test_transformers_is_loaded_into_a_free_device_and_may_have_no_room(
     assert len(held) == 2
     assert not alive
     rows = record.rows("tiny")
-    assert [row["transformers"] for row in rows] == [{"failed": "failed: OutOfMemoryError: there is no room"}] * 4
+    assert [row["transformers"] for row in rows] == [{"failed": "OutOfMemoryError: there is no room"}] * 4
 
 
 def test_a_model_that_a_device_has_no_room_for_and_a_cell_that_fails_leave_the_others(
@@ -191,9 +191,9 @@ def test_a_model_that_a_device_has_no_room_for_and_a_cell_that_fails_leave_the_o
     first, small, second, failed = told["tiny"]
     assert first["waiting"] == {way: {"device_waits": 0.25} for way in gpu.WAYS}
     assert small == {"batch": 3, "context": 8, "not_run": "it takes 9 blocks, and the cache holds 8"}
-    assert second["waiting"] == "failed: RuntimeError: CUPTI is not there"
-    assert failed == {"batch": 3, "context": 40, "failed": "failed: AssertionError: the step has faults"}
-    assert [row["failed"] for row in told["tiny, int8"]] == ["failed: RuntimeError: ptxas failed"]
+    assert second["waiting"] == {"failed": "RuntimeError: CUPTI is not there"}
+    assert failed == {"batch": 3, "context": 40, "failed": "AssertionError: the step has faults"}
+    assert [row["failed"] for row in told["tiny, int8"]] == ["RuntimeError: ptxas failed"]
 
 
 def test_a_run_that_takes_too_long_is_recorded_and_the_others_are_made(
