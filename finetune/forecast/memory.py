@@ -33,8 +33,8 @@ CONTEXT_BYTES: Final = 700 * _MIB
 """Device memory of a CUDA context with its libraries."""
 NCCL_BYTES: Final = 400 * _MIB
 """Device memory of NCCL's channels, with more than one rank."""
-DEVICE_SLACK: Final = 1.06
-"""What torch's caching allocator on a GPU holds more than its tensors."""
+DEVICE_SLACK: Final = 1.04
+"""What torch's caching allocator on a GPU holds more than its tensors, in segments that grow (``machine.device_memory``)."""
 ADAPTER_LIBRARY_BYTES: Final = 20 * _MIB
 """peft, imported by each rank."""
 LIVE_PARAMETERS: Final = 1_000_000_000
@@ -42,6 +42,8 @@ LIVE_PARAMETERS: Final = 1_000_000_000
 JOINED_ELEMENTS: Final = 500_000_000
 """Gradients of fewer are joined with those of another group to be sent: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE."""
 
+_NORM_ELEMENTS: Final = 250_000_000
+"""Of an offloaded gradient, whose norm ZeRO-3 takes in fp64, in parts of so many: DeepSpeed's _constant_buffered_norm2."""
 _SWAP_BUFFERS: Final = 5
 _MOST_SUB_GROUP: Final = 50_000_000
 _PARAMETER_BUFFERS: Final = 6
@@ -287,6 +289,9 @@ def _backward(facts: ModelFacts, layout: Layout) -> tuple[Phase, Phase]:
             device["gathered weights"] = w * live
         if layout.shares > 1:  # alone, what is joined is not sent in another type
             device["reduced copy"] += w * in_bucket
+        if layout.optimizer != "none":  # a gradient is copied back for its norm, in the stream of the reduction
+            largest = -(-facts.largest // layout.shares)
+            device["norm of a gradient"] = w * largest + 8 * min(largest, _NORM_ELEMENTS)
     elif layout.stage == 0:
         device["gradients"] = w * trained
     elif layout.optimizer == "none":

@@ -132,10 +132,10 @@ def _rank(
 ) -> None:
     with without_collection():
         from finetune.distributed import tell_everyone
-        from finetune.launch.rank import choose_device, train_rank
+        from finetune.launch.rank import choose_device, prepare_process, train_rank
 
         device = choose_device(config, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), by_launcher=True)
-        os.environ["DS_ACCELERATOR"] = device
+        prepare_process(device)
         from finetune.engines.zero import engine
 
     say, first = saying(console), int(os.environ["RANK"]) == 0

@@ -20,6 +20,7 @@ from finetune.config import TuneConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.launch.common import ending_with_it
 from finetune.launch.instructions import Command, Instructions, RunFile, decoded
+from finetune.machine.device_memory import let_segments_grow
 from finetune.machine.process import die_with_parent, without_collection
 from host.process import end_process
 
@@ -43,7 +44,7 @@ def main(run_file: Path) -> None:
 def _train(run: RunFile, rank: int, stop: threading.Event) -> None:
     with without_collection():
         device = choose_device(run.config, local_ranks=run.config.run.ranks)
-        os.environ["DS_ACCELERATOR"] = device  # DeepSpeed decides when it is imported
+        prepare_process(device)
         from rich.console import Console
 
         from finetune.engines.zero import engine
@@ -144,6 +145,13 @@ def choose_device(config: TuneConfig, *, local_ranks: int, by_launcher: bool = F
     if device == "cuda" and local_ranks > num_gpus:
         raise ConfigError(f"run.ranks is {local_ranks}; it must be at most {num_gpus}, the GPUs torch sees (run.device: cuda)")
     return device
+
+
+def prepare_process(device: str) -> None:
+    """Tell torch and DeepSpeed what this process trains on, before either is used."""
+    os.environ["DS_ACCELERATOR"] = device  # DeepSpeed decides when it is imported
+    if device == "cuda":
+        let_segments_grow(os.environ)
 
 
 def choose_precision(config: TuneConfig, device: str) -> str:

@@ -162,6 +162,24 @@ def test_one_rank_of_zero_three_copies_weights_on_a_gpu_only_from_where_they_wai
     assert alone["reduced copy"] == waiting["reduced copy"] == two["reduced copy"] // 2 > 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_zero_three_takes_the_norm_of_an_offloaded_gradient_in_fp64_on_the_gpu(ranks: int) -> None:
+    """Of the copy that it takes back to the device, a part of the largest weight at a time."""
+
+    def norm(optimizer: str, *, stage: int = 3, elements: int | None = None) -> int:
+        offload = OffloadConfig(optimizer=optimizer)  # type: ignore[arg-type]  # one of its places
+        config = config_of(run={"ranks": ranks, "device": "cuda"}, zero=ZeroConfig(stage=stage), offload=offload)
+        facts = facts_of(config, model_config_of(config), "bf16", on_gpu=True)
+        facts = facts if elements is None else dataclasses.replace(facts, largest=elements)
+        layout = layout_of(config, device="cuda", precision="bf16")
+        return _phases(facts, layout)["backward pass"][0].get("norm of a gradient", 0)
+
+    assert norm("cpu", elements=1_000_000 * ranks) == (2 + 8) * 1_000_000
+    assert norm("cpu", elements=400_000_000 * ranks) == 2 * 400_000_000 + 8 * 250_000_000
+    assert norm("none") == 0, "what stays on the device is added up where it lies"
+    assert norm("cpu", stage=2) == 0
+
+
 def test_offload_moves_the_state_to_the_host() -> None:
     room = hardware(device="cuda", gpus=4, gpu_bytes=80 * GIB)
     big = {**NEW, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 4}

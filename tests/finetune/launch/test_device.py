@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -12,8 +13,9 @@ from rich.console import Console
 
 from finetune.config import TuneConfig
 from finetune.errors import ConfigError
-from finetune.launch import external
-from finetune.launch.rank import choose_device
+from finetune.launch import external, rank
+from finetune.launch.instructions import RunFile
+from finetune.launch.rank import choose_device, prepare_process
 from tests.finetune.forecast.support import config_of
 
 
@@ -51,3 +53,25 @@ def test_a_launchers_rank_asks_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack, pytest.raises(ConfigError, match="seen"):
         external._rank(config_of(), Console(), threading.Event(), stack, command="tune", anyway=False)
     assert asked == {"local_ranks": 8, "by_launcher": True}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_take_a_gpus_memory_in_segments_that_grow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.setattr("finetune.launch.rank.let_segments_grow", asked.append)
+    prepare_process(device)
+    assert os.environ["DS_ACCELERATOR"] == device
+    assert asked == [os.environ] * (device == "cuda")
+
+
+def test_both_ways_of_starting_ranks_prepare_the_process_before_deepspeed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(device: str) -> None:
+        raise ConfigError(f"prepared for {device}")
+
+    monkeypatch.setattr("finetune.launch.rank.prepare_process", seen)
+    config = config_of(run={"device": "cpu"})
+    with ExitStack() as stack, pytest.raises(ConfigError, match=r"^prepared for cpu$"):
+        external._rank(config, Console(), threading.Event(), stack, command="tune", anyway=False)
+    with pytest.raises(ConfigError, match=r"^prepared for cpu$"):
+        rank._train(RunFile(config=config, command="tune", anyway=False), 0, threading.Event())
