@@ -50,8 +50,8 @@ def config_of(folder: Path, way: str) -> ServerConfig:
     """``way``: how the ranks share and compute experts, if there are any."""
     config = _config(folder)
     model = dataclasses.replace(config.model, experts="whole" if way == "whole" else "inside")
-    graphs = "on" if way == "stacked" else "off"  # a capture on the CPU computes in plain torch
-    return dataclasses.replace(config, model=model, kernels=KernelsConfig(cuda_graphs=graphs))
+    graphs = "on" if way == "stacked" else "off"  # a capture on the CPU computes in plain torch, of few rows in little time
+    return dataclasses.replace(config, model=model, kernels=KernelsConfig(cuda_graphs=graphs, cuda_graph_max_batch=4))
 
 
 @contextlib.contextmanager
