@@ -57,7 +57,7 @@ from benchmarks.gpu_decoding import (
     timed_steps,
     waits_of,
 )  # fmt: skip
-from benchmarks.gpu_record import Record
+from benchmarks.gpu_record import Record, why
 from benchmarks.peers import System, TransformersContinuousBatching, TransformersGenerate
 from benchmarks.pretrained import Generates, read_model
 from finetune.model.pretrained import new_model
@@ -236,11 +236,6 @@ def by_transformers(model: Generates, prompts: list[list[int]], steps: int, devi
         except Exception as error:  # a peer that cannot do a cell is no reason to lose the others
             found[name] = {"failed": why(error)}
     return found
-
-
-def why(error: Exception) -> str:
-    """What is recorded of a failure: its type, and the beginning of what it says in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class Benchmark:

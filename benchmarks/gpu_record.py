@@ -19,6 +19,11 @@ ENDED: Final = 3
 """Exit code of a benchmark that the clock has ended."""
 
 
+def why(error: BaseException) -> str:
+    """What is recorded of a failure: its type, and the beginning of what it says in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 class Record:
     """Rows by model. What is added or put is shown, and is in the file when the call returns."""
 

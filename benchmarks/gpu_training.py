@@ -9,7 +9,11 @@ the cheapest proof first:
 * ``fits``: larger shapes; peaks of device and host memory beside the forecast of the same run, and tokens a second. One has no
   more than a part of the device, which its states alone would overfill.
 * ``rows``: the 125M shape on packed rows, with samples kept apart by a mask and by their lengths, and with the fused loss.
-* ``disk``: the optimizer's state on NVMe.
+* ``disk``: the optimizer's state on NVMe: how fast DeepSpeed's file access is in that folder, and what a step reads and writes
+  of it. And that a file that asks for GPUDirect Storage is refused.
+
+At the head of the record is what the machine is (``gpu_machine``): versions, ``tessera-finetune doctor``, copies between pinned
+memory and the device, and DeepSpeed's CPU Adam. Each run has the device's busy share in its steps (``gpu_watch``).
 
 The record is written anew after each case. All of it ends within ``--minutes``: a case has what is left of them, at most a
 quarter of an hour. One that takes longer is ended and recorded as failed, with what it had; those after the end are recorded as
@@ -31,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -38,16 +43,21 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
+from benchmarks.gpu_machine import machine
+from benchmarks.gpu_watch import Use, Watch, use_of
 from finetune.forecast.memory import CONTEXT_BYTES
+from finetune.machine.nvme import MEASURED as DISK_MEASURED
 from finetune.output.folder import LOG
 from finetune.output.log import read_log
 from finetune.output.records import FORECAST, MEASURED, read_json
+from serve.worker.gpus import uuid_of
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 ROOT: Final = Path(__file__).resolve().parents[1]
 
 Tree = dict[str, dict[str, Any]]
 """A run's file: sections of keys."""
+Row = dict[str, Any]
 
 
 def shape(layers: int, hidden: int, heads: int, vocabulary: int = 50_432) -> dict[str, Any]:
@@ -62,6 +72,8 @@ SHAPES: Final = {
     "125M": shape(12, 768, 12), "1.4B": shape(24, 2048, 16), "2.8B": shape(32, 2560, 32), "6.9B": shape(32, 4096, 32),
 }  # fmt: skip
 TINY: Final = shape(2, 64, 2, 1024)
+TINY_ON_DISK: Final = shape(2, 128, 2, 1024)
+"""Smaller tensors stay in memory."""
 CASE_SECONDS: Final = 900.0
 """No case takes longer."""
 
@@ -74,6 +86,10 @@ SUPEROFFLOAD: Final[Tree] = {
     "zero": {"stage": 3}, "offload": {"optimizer": "cpu", "method": "superoffload"}, "optimizer": {"clip": 0.0},
 }  # fmt: skip
 DISK: Final[Tree] = {"zero": {"stage": 3}, "offload": {"optimizer": "nvme", "parameters": "cpu"}}
+DIRECT: Final[Tree] = DISK | {"aio": {"use_gds": True}}
+"""As DeepSpeed's own configuration asks for GPUDirect Storage; Tessera offers none (docs/training/memory.md)."""
+REFUSED: Final = 2
+"""Exit code of a command that refuses a run's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,8 @@ class Case:
     """Whether it goes on from its half, as one that was killed."""
     device_gib: float = 0.0
     """What it may take of the device; 0 for all."""
+    refused: str = ""
+    """What the message says by which it must be refused."""
 
 
 def cases() -> Iterator[Case]:
@@ -136,13 +154,19 @@ def cases() -> Iterator[Case]:
             activations=activations, nears=beside, beats=beside, needs_cuda=not alone, **rows,
         )  # fmt: skip
     yield Case("disk", "1.4B, optimizer on NVMe", "1.4B", DISK, micro=4, beats="1.4B, both offloaded")
+    yield Case("disk", "GPUDirect Storage, which is refused", "125M", DIRECT, refused="unknown key aio")
+
+
+def steps_of(case: Case, *, rehearse: bool) -> int:
+    """How many it takes."""
+    return 4 if rehearse else case.steps
 
 
 def tree_of(case: Case, folder: Path, text: Path, *, rehearse: bool) -> Tree:
     """The file of a run."""
-    steps = 4 if rehearse else case.steps
+    steps, tiny = steps_of(case, rehearse=rehearse), TINY_ON_DISK if case.part == "disk" else TINY
     tree: Tree = {
-        "model": {"new": TINY if rehearse else SHAPES[case.shape]},
+        "model": {"new": tiny if rehearse else SHAPES[case.shape]},
         "tokenizer": {"train": {"vocab_size": 512}},
         "data": {"train": str(text), "seq_len": 64 if rehearse else case.length, "eval_fraction": 0},
         "batch": {"micro": case.micro},
@@ -160,42 +184,85 @@ def tree_of(case: Case, folder: Path, text: Path, *, rehearse: bool) -> Tree:
     return tree
 
 
-def run(case: Case, folder: Path, text: Path, seconds: float, *, rehearse: bool) -> dict[str, Any]:
-    """Make the run, in at most so many seconds; its figures, or why there are none."""
+def run(
+    case: Case, folder: Path, text: Path, seconds: float, *, rehearse: bool, use: Use | str = "not told: nobody was asked"
+) -> Row:
+    """Make the run, in at most so many seconds; its figures, or why there are none.
+
+    Args:
+        use: of the device, as it is just now, or why it is not known.
+    """
     ends, output, config = time.monotonic() + seconds, folder / "run", folder / "run.json"
     config.write_text(json.dumps(tree_of(case, folder, text, rehearse=rehearse)))
-    environment = dict(os.environ)
+    environment, warming = dict(os.environ), 1 if rehearse else 2  # the first allocate, and compile
     if case.device_gib and not rehearse:
         share = min(1.0, case.device_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
         environment["PYTORCH_ALLOC_CONF"] = f"per_process_memory_fraction:{share:.4f}"
+    watch = Watch(output / LOG, range(warming, steps_of(case, rehearse=rehearse)), use, with_disk=case.part == "disk")
     for words in (["tune", str(config)], ["tune", str(config), "--resume"])[: 2 if case.resumed else 1]:
         if "--resume" in words:
             forget_the_end(output)
         command, left = [sys.executable, "-m", "finetune", *words], max(1.0, ends - time.monotonic())
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False)
+        try:  # one that goes on has taken steps before it begins
+            with nullcontext() if "--resume" in words else watch.looking():
+                done = subprocess.run(
+                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left, check=False
+                )
         except subprocess.TimeoutExpired:
             return {"failed": f"it took longer than the {seconds:.0f} s it had", "limit_seconds": seconds}
+        if case.refused:
+            return refusal(case, done.returncode, done.stderr)
         if done.returncode != 0:
             return {"failed": (done.stderr or done.stdout).strip()[-500:]}
+    found = figures(output, warming) | watch.busy()
+    if case.part == "disk":
+        found |= file_access(folder / "nvme" / DISK_MEASURED) | watch.moved()
+    return found
+
+
+def refusal(case: Case, code: int, said: str) -> Row:
+    """What became of a run that must be refused before it begins, in a message of one line."""
+    told: Row = {"exit_code": code, "message": said.strip()[-500:]}
+    is_clean = code == REFUSED and case.refused in said and len(said.strip().splitlines()) == 1
+    return {"refused": told} if is_clean else {"failed": f"it was not refused by {case.refused!r}", "ended": told}
+
+
+def file_access(measured: Path) -> Row:
+    """How fast DeepSpeed's file access reads and writes where the run had its swap files, with the settings that it took.
+
+    Args:
+        measured: the file in which the run keeps it, once for a folder.
+    """
+    told = read_json(measured)
+    if told is None:
+        return {"failed": f"the run left no {measured.name}"}
+    gb = {name: told.pop(f"{name}_gib_s") * 2**30 / 1e9 for name in ("read", "write")}
+    return {"file_access": {f"{name}_gb_s": rate for name, rate in gb.items()} | told}
+
+
+def figures(output: Path, warming: int) -> Row:
+    """What a run tells of itself: seconds and tokens a second of its steps, memory beside its forecast, and its losses.
+
+    Args:
+        warming: steps at its begin whose seconds do not count.
+    """
     # A run that went on has some steps twice, of which the later ones count.
     lines = list({line["step"]: line for line in read_log(output / LOG) if "loss" in line}.values())
-    timed = lines[1:] if rehearse else lines[2:]  # the first allocate, and compile
-    found: dict[str, Any] = {
-        name: statistics.median(line[name] for line in timed) for name in ("step_seconds", "all_tokens_per_second")
-    }
+    timed = lines[warming:]
+    found: Row = {name: statistics.median(line[name] for line in timed) for name in ("step_seconds", "all_tokens_per_second")}
     found["mean_step_seconds"] = statistics.mean(line["step_seconds"] for line in timed)
     said, seen = (read_json(output / name) or {} for name in (FORECAST, MEASURED))
     for key in ("device_bytes", "host_bytes"):
         if said.get(key) and seen.get(key):
-            forecast, measured = said[key], seen[key]
-            found[key] = {"forecast": forecast, "measured": measured, "difference": (forecast - measured) / measured}
+            found[key] = beside(said[key], seen[key])
     if seen.get("device_reserved_bytes"):  # by this run alone, whoever else is on the device
-        forecast, measured = said["device_bytes"] - CONTEXT_BYTES, seen["device_reserved_bytes"]
-        found["device_reserved_bytes"] = {
-            "forecast": forecast, "measured": measured, "difference": (forecast - measured) / measured,
-        }  # fmt: skip
+        found["device_reserved_bytes"] = beside(said["device_bytes"] - CONTEXT_BYTES, seen["device_reserved_bytes"])
     return found | {"losses": [line["loss"] for line in lines]}
+
+
+def beside(forecast: float, measured: float) -> Row:
+    """A forecast and what was measured, with their difference as a share of the latter."""
+    return {"forecast": forecast, "measured": measured, "difference": (forecast - measured) / measured}
 
 
 def forget_the_end(output: Path) -> None:
@@ -219,12 +286,14 @@ def make_text(path: Path, *, megabytes: float) -> Path:
     return path
 
 
-def measured(wanted: list[Case], scratch: Path, text: Path, ends: float, *, rehearse: bool) -> Iterator[dict[str, Any]]:
-    """Each case's row, as it is done."""
+def measured(
+    wanted: list[Case], scratch: Path, text: Path, ends: float, *, rehearse: bool, use: Use | str = "not told: nobody was asked"
+) -> Iterator[Row]:
+    """Each case's row, as it is done; ``use``: see ``run``."""
     losses: dict[str, list[float]] = {}
     seconds: dict[str, float] = {}
     for number, case in enumerate(wanted):
-        row: dict[str, Any] = {"part": case.part, "case": case.name, "shape": "tiny" if rehearse else case.shape}
+        row: Row = {"part": case.part, "case": case.name, "shape": "tiny" if rehearse else case.shape}
         if rehearse and (case.needs_cuda or case.precision == "fp32"):
             yield row | {"left_out": "it needs a CUDA device" if case.needs_cuda else "rehearsed in bf16"}
             continue
@@ -233,7 +302,7 @@ def measured(wanted: list[Case], scratch: Path, text: Path, ends: float, *, rehe
             yield row | {"not_run": "the time was over"}
             continue
         with tempfile.TemporaryDirectory(dir=scratch, prefix=f"{number}-") as folder:
-            row |= run(case, Path(folder), text, min(CASE_SECONDS, left), rehearse=rehearse)
+            row |= run(case, Path(folder), text, min(CASE_SECONDS, left), rehearse=rehearse, use=use)
         losses[case.name] = row.get("losses", [])
         if case.nears and losses.get(case.nears) and row.get("losses"):
             pairs = zip(row["losses"], losses[case.nears], strict=True)
@@ -261,16 +330,19 @@ def main() -> int:
         parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
     out = args.out or (None if args.rehearse else RESULTS / f"gpu-training-{datetime.date.today()}.json")
     ends = time.monotonic() + 60 * args.minutes
-    record: dict[str, Any] = {
+    record: Row = {
         "what": "fine-tuning on one device with offload (benchmarks/gpu_training.py)", "rehearsal": args.rehearse,
-        "hardware": "CPU" if args.rehearse else torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
-        "cases": [],
+        "hardware": "CPU" if args.rehearse else torch.cuda.get_device_name(),
+        "machine": machine(ends - time.monotonic(), rehearse=args.rehearse), "cases": [],
     }  # fmt: skip
-    console, failed = Console(), False
+    console = Console()
+    console.print_json(json.dumps(record["machine"]))
+    failed = "failed" in record["machine"]["speeds"] or "failed" in record["machine"]["doctor"]
+    use = "not told: a rehearsal has no GPU" if args.rehearse else use_of(uuid_of(torch.device("cuda", 0)))
     with tempfile.TemporaryDirectory(dir=args.work) as name:
         text = make_text(Path(name) / "text.txt", megabytes=0.2 if args.rehearse else 12)
         wanted = [case for case in cases() if not args.parts or case.part in args.parts]
-        for row in measured(wanted, Path(name), text, ends, rehearse=args.rehearse):
+        for row in measured(wanted, Path(name), text, ends, rehearse=args.rehearse, use=use):
             record["cases"].append(row)
             failed |= "failed" in row
             console.print_json(json.dumps(row))

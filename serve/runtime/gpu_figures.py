@@ -21,7 +21,7 @@ class GpuWatch:
 
     def __init__(self, series: GpuSeries) -> None:
         self._series = series
-        self._nvml: _Nvml | None = None
+        self._nvml: Nvml | None = None
         self._thread: threading.Thread | None = None
         self._useless = False
 
@@ -39,7 +39,7 @@ class GpuWatch:
 
     def _look(self) -> None:
         try:
-            self._nvml = nvml = self._nvml or _Nvml()
+            self._nvml = nvml = self._nvml or Nvml()
         except ImportError:
             self._useless = True
             _log.info("no metrics of GPUs: nvidia-ml-py is not installed, which the extra gpu brings")
@@ -51,7 +51,7 @@ class GpuWatch:
         self._series.tell([nvml.figures(rank, name) for rank, name in enumerate(self._series.names)])
 
 
-class _Nvml:
+class Nvml:
     """NVIDIA's management library, which knows a GPU without taking anything of it."""
 
     def __init__(self) -> None:

@@ -24,9 +24,10 @@ from benchmarks.gpu_record import Record
 from benchmarks.pretrained import Generates
 from tests.finetune.support import run_command
 from tests.gpu import device
+from tests.support import warm
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-OTHERS: Final = {"test_records", "test_rehearsals"}
+OTHERS: Final = {"test_records", "test_rehearsals", "test_training_record"}
 FOR_A_DEVICE: Final = [path for path in Path(__file__).parent.glob("test_*.py") if path.stem not in OTHERS]
 
 
@@ -202,7 +203,7 @@ def test_a_run_that_takes_too_long_is_recorded_and_the_others_are_made(
     limits: list[float] = []
 
     def too_long(command: list[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
-        limits.append(timeout)
+        limits.extend([timeout] * ("tune" in command))
         raise subprocess.TimeoutExpired(command, timeout)
 
     out = tmp_path / "training.json"
@@ -252,16 +253,26 @@ def test_the_benchmark_of_training_makes_every_run(
 ) -> None:
     def forked(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         """The command without its imports, which take longer than these runs."""
-        assert command[:3] == [sys.executable, "-m", "finetune"]
-        return run_command(*command[3:])
+        if command[0] != sys.executable:
+            raise FileNotFoundError(command[0])
+        if command[2] == "finetune":
+            return run_command(*command[3:])
+        program = warm.start(command[2], command[3:])
+        out, err = program.communicate(600)
+        return subprocess.CompletedProcess(command, program.wait(), out, err)
 
     out = tmp_path / "training.json"
     monkeypatch.setattr(sys, "argv", ["gpu_training", "--rehearse", "--out", str(out)])
-    monkeypatch.setattr(gpu_training, "subprocess", SimpleNamespace(run=forked, TimeoutExpired=subprocess.TimeoutExpired))
+    monkeypatch.setattr(subprocess, "run", forked)
     assert gpu_training.main() == 0, capsys.readouterr().out
-    rows = json.loads(out.read_text())["cases"]
+    record = json.loads(out.read_text())
+    assert record["machine"]["doctor"]["ok"]
+    speeds = record["machine"]["speeds"]
+    assert min(speeds["pinned_gb_s"]["to_device"], speeds["pinned_gb_s"]["from_device"], speeds["cpu_adam"]["gb_s"]) > 0
+    rows = record["cases"]
     assert {row["part"] for row in rows} == {"exact", "ways", "fits", "rows", "disk"}
-    run = [row for row in rows if "left_out" not in row]
+    assert [row["refused"]["exit_code"] for row in rows if "refused" in row] == [2]
+    run = [row for row in rows if not {"left_out", "refused"} & set(row)]
     assert len(run) == 13
     assert [row["case"] for row in rows if row.get("left_out") == "it needs a CUDA device"] == [
         "SuperOffload, bf16",
@@ -277,6 +288,10 @@ def test_the_benchmark_of_training_makes_every_run(
     for row in run:
         assert len(row["losses"]) == 4
         assert row["host_bytes"]["measured"] > 0
+        assert row["device_busy"] == "not told: a rehearsal has no GPU"
+    (disk,) = (row for row in run if row["part"] == "disk")
+    assert min(disk["file_access"]["read_gb_s"], disk["file_access"]["write_gb_s"]) > 0
+    assert "moved" in disk
     compared = [row for row in run if "furthest_loss" in row]
     assert len(compared) == 4
     assert [row["case"] for row in compared if row["furthest_loss"] > 0.01] == []
