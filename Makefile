@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo kernel-resources demo-pictures dashboard-pictures pictures gpu-fits test test-slow test-all check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
+.PHONY: help setup libaio demo kernel-resources demo-pictures dashboard-pictures pictures gpu-fits test test-slow test-all check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-tiles bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,6 +146,9 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device, within ten minutes; REH
 
 bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
 	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)
+
+bench-gpu-tiles: $(STAMP) ## other tiles of the Triton kernels beside those in use, on a CUDA device; REHEARSE=1: few, on the CPU
+	@$(PY) -m benchmarks.gpu_tiles $(if $(REHEARSE),--rehearse)
 
 bench-gpu-training: $(STAMP) ## fine-tuning on one CUDA device with offload, beside its forecast; REHEARSE=1: tiny, on the CPU
 	@$(PY) -m benchmarks.gpu_training $(if $(REHEARSE),--rehearse)

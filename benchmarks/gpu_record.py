@@ -62,11 +62,16 @@ class Record:
         self._write()
 
     def close(self) -> None:
-        """Show and keep which bars were met."""
+        """Show and keep what comes of all rows."""
         with self._lock:
-            self._told["bars"] = bars_of(self._told["shapes"])
-        self._console.print_json(json.dumps({"bars": self._told["bars"]}))
+            outcome = self.outcome(self._told["shapes"])
+            self._told |= outcome
+        self._console.print_json(json.dumps(outcome))
         self._write()
+
+    def outcome(self, rows: Mapping[str, Sequence[Row]]) -> Row:
+        """What comes of all rows, by model, for the end of the record: here, which bars were met."""
+        return {"bars": bars_of(rows)}
 
     def end_at(self, moment: float, scratch: Path, end: Callable[[int], object] = os._exit) -> None:
         """Have this process end at a monotonic time with what is recorded until then, whatever it does, by ``ENDED``.

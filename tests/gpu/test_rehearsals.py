@@ -27,7 +27,7 @@ from tests.gpu import device
 from tests.support import warm
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-OTHERS: Final = {"test_records", "test_rehearsals", "test_training_record"}
+OTHERS: Final = {"test_records", "test_rehearsals", "test_tiles", "test_training_record"}
 FOR_A_DEVICE: Final = [path for path in Path(__file__).parent.glob("test_*.py") if path.stem not in OTHERS]
 
 
