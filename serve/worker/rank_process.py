@@ -26,7 +26,8 @@ from serve.worker.vitals import Work
 _MODULES: Final = ("serve.worker.lean_torch", "serve.worker.rank_loop", "serve.worker.lean_imports")
 _FOR_SEVERAL: Final = ("serve.worker.lean_deepspeed",)
 _LOOK_SECONDS: Final = 0.5
-_NVIDIA: Final = Path("/dev/nvidiactl")
+_GPUS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""What is there where CUDA may find a GPU: of Linux, and of Linux beneath Windows (WSL)."""
 
 _EXCHANGE_OF_GPUS: Final = {
     # An exchange that fails, or takes too long, ends the process at once; it does not wait for a peer that is gone.
@@ -303,5 +304,9 @@ def rank_environment(number: int, size: int, device: str, gpus: str = "") -> dic
 
 
 def can_fork(device: str) -> bool:
-    """Whether ranks may be forked: CUDA, once looked at, is of no use in a fork; and looking is what an import may do."""
-    return device == "cpu" or not _NVIDIA.exists()
+    """Whether ranks may be forked: CUDA, once looked at, is of no use in a fork; and looking is what an import may do.
+
+    Args:
+        device: a value of ``model.device``.
+    """
+    return device == "cpu" or (device == "auto" and not any(path.exists() for path in _GPUS))

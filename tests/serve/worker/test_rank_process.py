@@ -18,8 +18,9 @@ from serve.config import ModelConfig, ServerConfig, SupervisorConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import RankStartError
 from serve.types import BlockId, SamplingParams, SequenceId
+from serve.worker import rank_process
 from serve.worker.executor import RankExecutor
-from serve.worker.rank_process import ForkStarter
+from serve.worker.rank_process import ForkStarter, can_fork
 from tests.support.models import save
 from tests.support.server import until
 
@@ -118,3 +119,14 @@ def test_ranks_for_which_there_are_no_descriptors_are_not_started_and_may_be_lat
             with pytest.raises(RankStartError, match=re.escape(f"the ranks could not be started: [Errno {errno.EMFILE}]")):
                 RankExecutor(options(model, 1)).start()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ranks_that_may_compute_on_a_gpu_are_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports for them asks CUDA how many there are, and a fork of who asked can use none."""
+    gpus = (tmp_path / "nvidiactl", tmp_path / "dxg")
+    monkeypatch.setattr(rank_process, "_GPUS", gpus)
+    assert [can_fork(device) for device in ("cpu", "auto", "cuda")] == [True, True, False]
+    for gpu in gpus:
+        gpu.touch()
+        assert [can_fork(device) for device in ("cpu", "auto", "cuda")] == [True, False, False]
+        gpu.unlink()
