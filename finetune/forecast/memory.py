@@ -43,7 +43,7 @@ JOINED_ELEMENTS: Final = 500_000_000
 """Gradients of fewer are joined with those of another group to be sent: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE."""
 
 _NORM_ELEMENTS: Final = 250_000_000
-"""Of an offloaded gradient, whose norm ZeRO-3 takes in fp64, in parts of so many: DeepSpeed's _constant_buffered_norm2."""
+"""ZeRO-3 takes the norm of an offloaded gradient in fp64, of so many elements at once: DeepSpeed's _constant_buffered_norm2."""
 _SWAP_BUFFERS: Final = 5
 _MOST_SUB_GROUP: Final = 50_000_000
 _PARAMETER_BUFFERS: Final = 6
