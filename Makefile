@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo kernel-resources demo-pictures dashboard-pictures pictures gpu-fits test test-slow test-all check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu bench-gpu bench-gpu-tiles bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
+.PHONY: help setup libaio demo kernel-resources demo-pictures dashboard-pictures pictures gpu-fits test test-slow test-all check lint types imports proto proto-check bench bench-sampling bench-load bench-tensor-parallel bench-training test-gpu sanitize-gpu bench-gpu bench-gpu-tiles bench-gpu-training wheel test-image image-tools test-deploy deploy-tools test-ray chaos fuzz clean distclean bench-speculation bench-quantization bench-peers bench-tenants bench-hostile bench-overload bench-safety
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,8 +141,11 @@ bench-safety: $(STAMP) ## what TLS and tokens cost, and calls that outlive the r
 
 # Several processes on one device: compiling its kernels takes most of the time, and each compiles with one core.
 test-gpu: $(STAMP) ## the tests that need a CUDA device, within ten minutes; REHEARSE=1: few of them, on the CPU
-	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -m gpu tests/gpu \
+	@$(if $(REHEARSE),TESSERA_REHEARSE_GPU=1 TRITON_INTERPRET=1) $(PY) -m pytest -q -rs -m gpu tests/gpu \
 	    -n $(if $(REHEARSE),1,$(GPU_WORKERS)) --maxschedchunk 1 --max-worker-restart 0
+
+sanitize-gpu: $(STAMP) ## of test-gpu, the Triton kernels under NVIDIA's compute-sanitizer; says so where it is not installed
+	@$(PY) -m pytest -q -rs -m gpu tests/gpu/test_sanitizer.py
 
 bench-gpu: $(STAMP) ## decoding on a CUDA device by shape, batch and context, beside transformers; REHEARSE=1: tiny, on the CPU
 	@$(PY) -m benchmarks.gpu $(if $(REHEARSE),--rehearse)

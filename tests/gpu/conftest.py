@@ -20,6 +20,7 @@ ORDER: Final = (
     "test_packed",
     "test_cuda",
     "test_memory",
+    "test_sanitizer",
     "test_several",
     "test_kills",
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from benchmarks import gpu, gpu_training
 from benchmarks.gpu_record import Record
 from benchmarks.pretrained import Generates
 from tests.finetune.support import run_command
-from tests.gpu import device
+from tests.gpu import device, sanitized
 from tests.support import warm
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -245,6 +247,27 @@ def test_no_run_has_more_than_a_quarter_of_an_hour(tmp_path: Path, monkeypatch: 
     case = next(case for case in gpu_training.cases() if case.part == "fits")
     (row,) = gpu_training.measured([case], tmp_path, tmp_path / "text", float("inf"), rehearse=True)
     assert row["limit_seconds"] == 900
+
+
+def test_a_sanitizer_is_found_where_it_is_and_watches_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stands for NVIDIA's, which says what it was asked for."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    monkeypatch.setattr(sanitized, "TOOLKIT", tmp_path / "none")
+    assert sanitized.sanitizer() is None
+    program = tmp_path / "nvidia/cu13/bin/compute-sanitizer"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\necho "$@"\necho "cached: $PYTORCH_NO_CUDA_MEMORY_CACHING"\nexit 99\n')
+    program.chmod(0o755)
+    assert sanitized.sanitizer() == str(program)
+    ended = sanitized.watched(str(program), "--beyond")
+    assert ended.returncode == sanitized.FOUND
+    asked, cached = ended.stdout.splitlines()
+    assert cached == "cached: 1"
+    assert asked.endswith(f"{sys.executable} -m tests.gpu.sanitized --beyond")
+    kernels = {"attend", "combine", "quantized_linear", "rms_norm", "sum_and_norm", "write_kv"}
+    assert set(re.findall(r"--kernel-name kernel_substring=(\w+)", asked)) == kernels == set(sanitized.kernels_by_name())
 
 
 @pytest.mark.slow
