@@ -329,6 +329,8 @@ def main() -> int:
     if not args.rehearse and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
     out = args.out or (None if args.rehearse else RESULTS / f"gpu-training-{datetime.date.today()}.json")
+    if out is not None and not out.parent.is_dir():
+        parser.error(f"--out: {out.parent} is no folder")
     ends = time.monotonic() + 60 * args.minutes
     record: Row = {
         "what": "fine-tuning on one device with offload (benchmarks/gpu_training.py)", "rehearsal": args.rehearse,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_machine, gpu_training, gpu_watch
+from benchmarks import gpu_machine, gpu_tiles, gpu_training, gpu_watch
 from benchmarks.gpu_watch import NO_STEPS, Watch
 from finetune.machine import ops
 from tests.serve.runtime.test_gpu_figures import ONE, SLICE, Pynvml
@@ -187,3 +187,13 @@ def test_what_a_machine_is_ends_in_time_and_says_what_could_not_be_asked(monkeyp
 def test_a_command_that_breaks_is_recorded_with_its_last_words() -> None:
     told = gpu_machine._told([sys.executable, "-c", "raise SystemExit('no room')"], {}, 60.0)
     assert told == {"failed": "exit code 1: no room"}
+
+
+@pytest.mark.parametrize("benchmark", [gpu_training, gpu_tiles])
+def test_a_record_that_can_go_nowhere_is_refused_before_anything_is_measured(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--rehearse", "--out", str(tmp_path / "none" / "record.json")])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    assert f"--out: {tmp_path / 'none'} is no folder" in capsys.readouterr().err
