@@ -29,7 +29,6 @@ for the device's: there a share of a limit means nothing and is left out, and th
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import sys
 import tempfile
@@ -57,7 +56,7 @@ from benchmarks.gpu_decoding import (
     timed_steps,
     waits_of,
 )  # fmt: skip
-from benchmarks.gpu_record import Record, why
+from benchmarks.gpu_record import Record, result_file, why
 from benchmarks.peers import System, TransformersContinuousBatching, TransformersGenerate
 from benchmarks.pretrained import Generates, read_model
 from finetune.model.pretrained import new_model
@@ -66,7 +65,6 @@ from serve.worker.loader import RankModel, Stopwatch, load_rank
 from serve.worker.parallel import Ranks
 from serve.worker.runner import Runner
 
-RESULTS: Final = Path(__file__).resolve().parent / "results"
 SHARES: Final = {"decoding": 0.6, "peers": 0.8, "smaller": 0.9, "waiting": 1.0}
 """Of the time, when nothing of a part begins any more."""
 PARTS: Final = tuple(SHARES)
@@ -356,8 +354,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="where the models are made and kept; default: a folder that is removed")
     parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/gpu-<date>.json, not of a rehearsal")
     args = parser.parse_args()
-    if not args.rehearse and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
+    out = result_file(parser, args, "gpu")
     programme = REHEARSAL if args.rehearse else REAL
     if args.shapes:
         kept = tuple(model for model in programme.models if model.name in args.shapes)
@@ -368,9 +365,6 @@ def main() -> int:
         "hardware": torch.cuda.get_device_name() if programme.device == "cuda" else "CPU",
         "bandwidth": nominal_bandwidth(programme.device), "dtype": programme.dtype, "versions": {"torch": torch.__version__},
     }  # fmt: skip
-    out = args.out or (None if args.rehearse else RESULTS / f"gpu-{datetime.date.today()}.json")
-    if out is not None and not out.parent.is_dir():
-        parser.error(f"--out: {out.parent} is no folder")
     record = Record(head, out, Console())
     ends = began + 60 * args.minutes
     until = {part: began + 60 * args.minutes * share for part, share in SHARES.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import os
 import shutil
@@ -12,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from rich.console import Console
 
 Row = dict[str, Any]
+RESULTS: Final = Path(__file__).resolve().parent / "results"
 ENDED: Final = 3
 """Exit code of a benchmark that the clock has ended."""
 
@@ -22,6 +26,19 @@ ENDED: Final = 3
 def why(error: BaseException) -> str:
     """What is recorded of a failure: its type, and the beginning of what it says in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def result_file(parser: argparse.ArgumentParser, args: argparse.Namespace, stem: str) -> Path | None:
+    """Where a benchmark's record goes: ``--out``, else today's file among the results; nowhere in a rehearsal without it.
+
+    Ends the program, with what is wrong, where no device is and it is no rehearsal, or where that folder is not there.
+    """
+    if not args.rehearse and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
+    out: Path | None = args.out or (None if args.rehearse else RESULTS / f"{stem}-{datetime.date.today()}.json")
+    if out is not None and not out.parent.is_dir():
+        parser.error(f"--out: {out.parent} is no folder")
+    return out
 
 
 class Record:

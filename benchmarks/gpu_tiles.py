@@ -20,7 +20,6 @@ as failed. ``--rehearse`` does all of it with tiny shapes and few tiles on the C
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import subprocess
 import sys
@@ -37,14 +36,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_record import Record, why
+from benchmarks.gpu_record import Record, result_file, why
 from finetune.machine.inventory import usable_cores, version_of
 from finetune.machine.process import die_with_parent
 
 if TYPE_CHECKING:  # which decides whether Triton interprets the kernels, when it is imported
     from benchmarks.gpu_tile_cells import Cell, Kind, Launch, Tile, Where
 
-RESULTS: Final = Path(__file__).resolve().parent / "results"
 ROOT: Final = Path(__file__).resolve().parents[1]
 LAST_SECONDS: Final = 60.0
 """What began in time has so long after the end."""
@@ -342,11 +340,7 @@ def main() -> int:
     """``python -m benchmarks.gpu_tiles``; 1 where the tile in use failed, or another computes something else."""
     began, parser = time.monotonic(), options()
     args = parser.parse_args()
-    if not args.rehearse and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
-    out = args.out or (None if args.rehearse else RESULTS / f"gpu-tiles-{datetime.date.today()}.json")
-    if out is not None and not out.parent.is_dir():
-        parser.error(f"--out: {out.parent} is no folder")
+    out = result_file(parser, args, "gpu-tiles")
     torch.set_grad_enabled(False)
     programme = Programme.of(rehearse=args.rehearse, parts=args.parts)
     if args.compile:

@@ -24,7 +24,6 @@ CUDA, or differs in fp32 alone, is recorded as left out.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -44,6 +43,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu_machine import machine
+from benchmarks.gpu_record import result_file
 from benchmarks.gpu_watch import Use, Watch, use_of
 from finetune.forecast.memory import CONTEXT_BYTES
 from finetune.machine.nvme import MEASURED as DISK_MEASURED
@@ -52,7 +52,6 @@ from finetune.output.log import read_log
 from finetune.output.records import FORECAST, MEASURED, read_json
 from serve.worker.gpus import uuid_of
 
-RESULTS: Final = Path(__file__).resolve().parent / "results"
 ROOT: Final = Path(__file__).resolve().parents[1]
 
 Tree = dict[str, dict[str, Any]]
@@ -326,11 +325,7 @@ def main() -> int:
         "--out", type=Path, help="result file; default: benchmarks/results/gpu-training-<date>.json, not of a rehearsal"
     )
     args = parser.parse_args()
-    if not args.rehearse and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
-    out = args.out or (None if args.rehearse else RESULTS / f"gpu-training-{datetime.date.today()}.json")
-    if out is not None and not out.parent.is_dir():
-        parser.error(f"--out: {out.parent} is no folder")
+    out = result_file(parser, args, "gpu-training")
     ends = time.monotonic() + 60 * args.minutes
     record: Row = {
         "what": "fine-tuning on one device with offload (benchmarks/gpu_training.py)", "rehearsal": args.rehearse,

@@ -1,4 +1,4 @@
-"""The GPUs that CUDA shows a process, asked of the driver's library: a program of its own, which imports nothing of Tessera.
+"""The GPUs that CUDA shows a process, asked of the driver's library: a program, too, which imports nothing of Tessera.
 
 Its library is in every container that computes on a GPU, where ``nvidia-smi`` need not be. It obeys ``CUDA_VISIBLE_DEVICES``,
 and tells the size of a slice (MIG), not that of the whole GPU. A process that asked it could no longer fork ranks that use it.
@@ -22,26 +22,53 @@ def found() -> list[tuple[str, int | None]]:
         OSError: there is no driver.
         RuntimeError: the driver found no device, or refuses.
     """
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver, devices = _Driver(), list[tuple[str, int | None]]()
+    for number in range(driver.count()):
+        size, name = ctypes.c_size_t(), ctypes.create_string_buffer(_NAME_BYTES)
+        driver.ask("cuDeviceGetName", name, _NAME_BYTES, driver.device(number))
+        driver.ask("cuDeviceTotalMem_v2", ctypes.byref(size), driver.device(number))
+        shared = driver.attribute(_TOTAL_SHARED_WITH_HOST, number)
+        devices.append((name.value.decode(errors="replace"), None if shared else size.value))
+    return devices
 
-    def ask(function: str, *arguments: object) -> None:
-        code = getattr(driver, function)(*arguments)
+
+def attribute(which: int) -> list[int]:
+    """An attribute, by its number in cuda.h, of each GPU in the order of CUDA's numbers.
+
+    Raises:
+        OSError: there is no driver.
+        RuntimeError: the driver found no device, or refuses.
+    """
+    driver = _Driver()
+    return [driver.attribute(which, number) for number in range(driver.count())]
+
+
+class _Driver:
+    """The driver's library, asked."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self.ask("cuInit", 0)
+
+    def ask(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
         if code:
             raise RuntimeError(f"{function}: CUDA error {code}")
 
-    ask("cuInit", 0)
-    count = ctypes.c_int()
-    ask("cuDeviceGetCount", ctypes.byref(count))
-    devices: list[tuple[str, int | None]] = []
-    for number in range(count.value):
-        device, size, shared = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_int()
-        name = ctypes.create_string_buffer(_NAME_BYTES)
-        ask("cuDeviceGet", ctypes.byref(device), number)
-        ask("cuDeviceGetName", name, _NAME_BYTES, device)
-        ask("cuDeviceTotalMem_v2", ctypes.byref(size), device)
-        ask("cuDeviceGetAttribute", ctypes.byref(shared), _TOTAL_SHARED_WITH_HOST, device)
-        devices.append((name.value.decode(errors="replace"), None if shared.value else size.value))
-    return devices
+    def count(self) -> int:
+        count = ctypes.c_int()
+        self.ask("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def device(self, number: int) -> ctypes.c_int:
+        device = ctypes.c_int()
+        self.ask("cuDeviceGet", ctypes.byref(device), number)
+        return device
+
+    def attribute(self, which: int, number: int) -> int:
+        value = ctypes.c_int()
+        self.ask("cuDeviceGetAttribute", ctypes.byref(value), which, self.device(number))
+        return value.value
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
+from finetune.machine import cuda_devices
+
 ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads its allocator's settings, once, when a process first takes memory of a GPU; the second name is older."""
+"""Where torch reads its allocator's settings, when a process first takes a GPU's memory; the second wins over the first."""
 _GROWING: Final = "expandable_segments"
 _OF_ITS_OWN: Final = (_GROWING, "backend")
 """Settings that say how memory is taken."""
@@ -16,36 +17,29 @@ _MAPS_MEMORY: Final = 102
 
 
 def let_segments_grow(environment: MutableMapping[str, str]) -> None:
-    """Have torch take memory in segments that grow, unless the user's settings say how it is taken, or the GPUs cannot.
+    """Have torch take memory in segments that grow, unless the user's settings say how it is taken, or a GPU cannot.
 
     torch's default is blocks of fixed sizes, of which a training step leaves holes. To be called before this process takes
     memory of a GPU; asks CUDA's driver.
     """
-    settings = allocator_settings(environment)
-    if settings is not None and _gpus_map_memory():
-        environment[ALLOCATOR[0]] = settings
+    settings = with_growing_segments(environment)
+    if settings and _gpus_map_memory():
+        environment.update(settings)
 
 
-def allocator_settings(environment: Mapping[str, str]) -> str | None:
-    """The settings of torch's allocator with segments that grow; ``None`` where the user's say how memory is taken."""
-    given = next((environment[name] for name in ALLOCATOR if environment.get(name)), "")
-    named = {setting.partition(":")[0].strip() for setting in given.split(",")}
+def with_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torch's allocator, with segments that grow besides; none where the user's say how memory is taken."""
+    given = {name: environment[name].strip(" ,") for name in ALLOCATOR if environment.get(name, "").strip(" ,")}
+    named = {setting.partition(":")[0].strip() for settings in given.values() for setting in settings.split(",")}
     if named.intersection(_OF_ITS_OWN):
-        return None
-    return f"{given},{_GROWING}:True" if given else f"{_GROWING}:True"
+        return {}
+    return {name: f"{settings},{_GROWING}:True" for name, settings in given.items()} or {ALLOCATOR[0]: f"{_GROWING}:True"}
 
 
 def _gpus_map_memory() -> bool:
     """Whether all GPUs' memory can be mapped into addresses that are reserved; that of some virtual GPUs cannot."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        able = cuda_devices.attribute(_MAPS_MEMORY)
+    except (OSError, RuntimeError):
         return False
-    count, device, able = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return False
-    for number in range(count.value):
-        refused = driver.cuDeviceGet(ctypes.byref(device), number)
-        if refused or driver.cuDeviceGetAttribute(ctypes.byref(able), _MAPS_MEMORY, device) or not able.value:
-            return False
-    return count.value > 0
+    return bool(able) and all(able)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune.machine import device_memory
-from finetune.machine.device_memory import allocator_settings, let_segments_grow
+from finetune.machine import cuda_devices
+from finetune.machine.device_memory import let_segments_grow, with_growing_segments
 
 
 class _Driver:
@@ -35,22 +35,28 @@ class _Driver:
         return 0
 
 
+ALLOC, CUDA_ALLOC, GROW = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+
+
 @pytest.mark.parametrize(
     ("given", "settings"),
     [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": ""}, "expandable_segments:True"),
+        ({}, {ALLOC: GROW}),
+        ({ALLOC: ""}, {ALLOC: GROW}),
+        ({ALLOC: "per_process_memory_fraction:0.25"}, {ALLOC: f"per_process_memory_fraction:0.25,{GROW}"}),
+        ({ALLOC: "max_split_size_mb:64, "}, {ALLOC: f"max_split_size_mb:64,{GROW}"}),
+        # torch takes the second name's where both are there.
+        ({CUDA_ALLOC: "max_split_size_mb:128"}, {CUDA_ALLOC: f"max_split_size_mb:128,{GROW}"}),
         (
-            {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.25"},
-            "per_process_memory_fraction:0.25,expandable_segments:True",
+            {ALLOC: "max_split_size_mb:64", CUDA_ALLOC: "max_split_size_mb:128"},
+            {ALLOC: f"max_split_size_mb:64,{GROW}", CUDA_ALLOC: f"max_split_size_mb:128,{GROW}"},
         ),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, "max_split_size_mb:128,expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8, expandable_segments:False"}, None),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, None),
+        ({ALLOC: "garbage_collection_threshold:0.8, expandable_segments:False"}, {}),
+        ({ALLOC: "max_split_size_mb:64", CUDA_ALLOC: "backend:cudaMallocAsync"}, {}),
     ],
 )
-def test_the_users_settings_of_the_allocator_stay(given: dict[str, str], settings: str | None) -> None:
-    assert allocator_settings(given) == settings
+def test_the_users_settings_of_the_allocator_stay(given: dict[str, str], settings: dict[str, str]) -> None:
+    assert with_growing_segments(given) == settings
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_the_users_settings_of_the_allocator_stay(given: dict[str, str], setting
 def test_segments_grow_where_every_gpu_maps_memory(
     able: list[bool], init: int, grow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_memory.ctypes, "CDLL", lambda name: {"libcuda.so.1": _Driver(able, init=init)}[name])
+    monkeypatch.setattr(cuda_devices.ctypes, "CDLL", lambda name: {"libcuda.so.1": _Driver(able, init=init)}[name])
     environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
     let_segments_grow(environment)
     assert environment["PYTORCH_ALLOC_CONF"].endswith("expandable_segments:True") == grow
@@ -70,7 +76,7 @@ def test_without_a_driver_the_allocator_is_left_alone(monkeypatch: pytest.Monkey
     def missing(name: str) -> ctypes.CDLL:
         raise OSError(name)
 
-    monkeypatch.setattr(device_memory.ctypes, "CDLL", missing)
+    monkeypatch.setattr(cuda_devices.ctypes, "CDLL", missing)
     environment = dict[str, str]()
     let_segments_grow(environment)
     assert environment == {}
