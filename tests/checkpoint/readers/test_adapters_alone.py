@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from checkpoint import pinned
 from checkpoint.given import Given
 from tests.checkpoint.readers.test_adapters import LINEAR, changed, gpt2, llama, opened, refusal
+from tests.support.descriptors import descriptors
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
@@ -72,10 +72,10 @@ def test_a_save_of_an_adapter_alone_is_what_was_trained(
 ) -> None:
     """Both folders have a file of one name, of other lengths and contents."""
     want = saved(tmp_path, make, wrapper=wrapper, **settings)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for given in ({}, {"prefix": wrapper} if wrapper else {}):
         assert (opened(tmp_path / "save", **given)[0] - want).abs().max() < 1e-5
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_of_another_vocabulary_than_the_base_has_the_save_lacks_rows(tmp_path: P
     beside.write_text(json.dumps(config))
     assert (opened(tmp_path / "save")[0] - want).abs().max() < 1e-5
     beside.write_text(json.dumps(config | {"vocab_size": 44}))
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     error = refusal(tmp_path / "save")
     assert (error.file, error.rule.partition(":")[0]) == (
         "config.json",
         "vocab_size is 44; the base model has 40, and the save lacks the resized one's rows",
     )
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -125,8 +125,8 @@ def test_a_save_that_is_its_own_base_is_refused(given: bool, tmp_path: Path) -> 
     saved(tmp_path, llama, target_modules=LINEAR)
     save = tmp_path / "save"
     changed(save, base_model_name_or_path=None if given else str(save))
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     error = refusal(save, base=str(save)) if given else refusal(save)
     assert "an adapter's base model must be a whole one" in error.rule
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
     assert pinned(save, Given(base=str(tmp_path / "base"))).base == str((tmp_path / "base").resolve())

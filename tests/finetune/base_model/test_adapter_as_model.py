@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from finetune.trained.merge import merge
 from tests.finetune.base_model.test_identity import adapter_on, begin, config
 from tests.finetune.base_model.test_identity import save as save_step
 from tests.finetune.support import write_config
+from tests.support.descriptors import descriptors
 from tests.support.models import build, save, tokenizer
 
 
@@ -85,13 +85,13 @@ def test_a_new_adapter_has_a_whole_model_for_its_base(added: bool, tmp_path: Pat
     begun = InitialModel(config, prepared)
     assert begun.base is not None
     assert begun.base.identity == identity_of(adapter)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(ConfigError, match=r"is no base for another adapter \(lora\).*tessera-finetune export"):
         InitialModel(load_config(write_config(tree | {"lora": {}}, tmp_path / "lora.yaml")), prepared)
     for weights in (True, False):
         with pytest.raises(ConfigError, match=r"is no base for another adapter \(lora\)"):
             model_config_of(load_config(tmp_path / "lora.yaml"), weights=weights)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
     for model, rule in (
         ({"path": str(base), "base": str(base)}, "has a whole model, and needs none"),
         ({"path": str(base), "base": str(base), "adapter": str(adapter)}, "leave one of them out"),
