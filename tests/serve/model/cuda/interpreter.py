@@ -1,7 +1,8 @@
 """Triton's interpreter, three times as quick: what it works out anew for each operation is worked out once.
 
 Its kernels are small here, so that nearly all of its time is Python's: the members of the language that it looks for, names of
-types, shapes as tuples of constants. Which operations are done on which numbers stays its own.
+types, shapes as tuples of constants. Which operations are done on which numbers stays its own, but that fp32 becomes bf16 as on
+devices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def patch_once() -> None:
     interpreter._patch_lang = _patched_once(interpreter)
     interpreter._patch_attr = _bound_to(interpreter.interpreter_semantic)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
-    interpreter._convert_float = _shifting_bf16(interpreter._convert_float)
+    interpreter._convert_float = _rounding_bf16(interpreter._convert_float)
     core._unwrap_if_constexpr = _quick_for_plain(core._unwrap_if_constexpr, core)
     _give_types_sets(core.dtype)
     _keep_shapes(core)
@@ -75,14 +76,19 @@ def _by_name(found: Any) -> Any:
     return kept
 
 
-def _shifting_bf16(convert: Any) -> Any:
-    """bf16 is the upper half of fp32: the interpreter cuts off, too, in thirty operations."""
+def _rounding_bf16(convert: Any) -> Any:
+    """bf16 is the upper half of fp32, to which devices round, half to even; the interpreter cuts the lower half off."""
 
     def converted(data: Any, given: Any, wanted: Any, rounding_mode: Any) -> Any:
         if rounding_mode is None and (given.name, wanted.name) == ("bf16", "fp32"):
             return np.left_shift(data, np.uint32(16), dtype=np.uint32)
         if rounding_mode is None and (given.name, wanted.name) == ("fp32", "bf16"):
-            return (np.ascontiguousarray(data).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+            values = np.ascontiguousarray(data)
+            bits = values.view(np.uint32)
+            rounded = (bits + ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)) >> np.uint32(16)
+            if (nan := np.isnan(values.view(np.float32))).any():  # which would become an infinity, or a zero
+                rounded = np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
+            return rounded.astype(np.uint16)
         return convert(data, given, wanted, rounding_mode)
 
     return converted
