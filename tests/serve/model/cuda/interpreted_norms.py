@@ -22,7 +22,7 @@ from serve.model.cuda.layers import norm_by_one_launch
 from tests.serve.model.cuda.interpreter import patch_once
 
 ROUNDING: Final = {torch.float32: 1e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""Of numbers below 2. The interpreter cuts bf16 off where a GPU rounds."""
+"""Of numbers below 2: two units in the last place of either half precision."""
 KINDS: Final = (LlamaRMSNorm, Olmo2RMSNorm, Gemma2RMSNorm)
 CASES: Final = {
     f"{kind.__name__} of {width}, {str(dtype)[6:]}": (kind, width, dtype)
