@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from serve.model.cuda.fp8 import pack_fp8
-from tests.gpu.device import DEVICE, ON_DEVICE, has_fp8, processors, some
+from tests.gpu.device import DEVICE, ON_DEVICE, REHEARSED, has_fp8, processors, some
 from tests.serve.model.cuda import cases, interpreted_linear, interpreted_norms
 from tests.serve.model.cuda.interpreted import compare
 
@@ -52,6 +52,12 @@ def test_fp8_products_on_the_device_are_near_those_of_the_plain_weight() -> None
     _requires_fp8()
     torch.manual_seed(0)
     weight, bias, x = (torch.randn(*shape).bfloat16().to(DEVICE) for shape in ((512, 768), (512,), (21, 768)))
-    found, expected = pack_fp8(weight, bias)(x).float(), x.float() @ weight.float().t() + bias.float()
+    try:
+        found = pack_fp8(weight, bias)(x).float()
+    except RuntimeError as error:
+        if REHEARSED and "only supports per-tensor scaling for CPU" in str(error):
+            pytest.skip("torch 2.11 has no fp8 products of rows with scales of their own on the CPU")
+        raise
+    expected = x.float() @ weight.float().t() + bias.float()
     scale = weight.float().norm(dim=1) * x.float().norm(dim=1, keepdim=True)
     assert ((found - expected).abs() / scale).max() < 2**-5
