@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib.metadata
 import json
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,7 +49,10 @@ def _digest_of(source: str) -> str:
             node.body = [
                 each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
             ]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+        if getattr(node, "type_params", None) == []:  # of Python 3.12 and later
+            del node.type_params
+    told = ast.dump(tree, show_empty=True) if sys.version_info >= (3, 13) else ast.dump(tree)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def recorded() -> dict[str, Any]:
