@@ -177,7 +177,7 @@ def test_what_a_machine_is_ends_in_time_and_says_what_could_not_be_asked(monkeyp
     monkeypatch.setattr(subprocess, "run", slow)
     told = gpu_machine.machine(30.0, rehearse=True)
     assert told["versions"]["driver"] == "580.65.06"
-    assert told["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert told["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert told["doctor"] == {"ok": False}
     assert told["speeds"] == {"failed": "it took longer than the 30 s it had"}
     assert max(limits[1:]) <= 30

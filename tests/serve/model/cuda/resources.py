@@ -51,7 +51,8 @@ def _digest_of(source: str) -> str:
             ]
         if getattr(node, "type_params", None) == []:  # of Python 3.12 and later
             del node.type_params
-    told = ast.dump(tree, show_empty=True) if sys.version_info >= (3, 13) else ast.dump(tree)
+    whole: dict[str, Any] = {"show_empty": True} if sys.version_info >= (3, 13) else {}  # as all were told before
+    told = ast.dump(tree, **whole)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
