@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -23,10 +24,12 @@ def require_new(out: Path) -> Path:
     """
     try:
         out = out.expanduser().resolve()
+        if out.is_symlink():  # a loop, which Python 3.13 leaves as it is
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out}: exists already; name a new folder")
         out.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{out}: no folder can be made there: {reason}") from error
     if not os.access(out.parent, os.W_OK | os.X_OK):

@@ -55,12 +55,15 @@ def test_another_package_of_a_general_name_that_is_found_first_is_told_with_its_
 
 
 def test_another_distribution_that_installs_over_ours_is_told_by_its_name(tmp_path: Path) -> None:
-    about = tmp_path / "rows-1.0.dist-info"
-    about.mkdir()
+    site = tmp_path / "site"
+    about, package = site / "rows-1.0.dist-info", site / "checkpoint"
+    for folder in (about, package):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").touch()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: rows\nVersion: 1.0\n")
     (about / "RECORD").write_text("checkpoint/__init__.py,,\nrows-1.0.dist-info/METADATA,,\n")
-    code = "from tessera import commands; sys.argv = ['tessera-generate', '--help']; commands.generate()"
-    told = python(code, folder=tmp_path, before=tmp_path)
+    code = f"sys.path.append({str(site)!r}); from tessera import commands; sys.argv = ['tessera-generate', '--help']; "
+    told = python(code + "commands.generate()", folder=tmp_path)
     assert "tessera-generate: warning: the package 'checkpoint' is also installed by rows, whose files" in told.stderr
     assert told.stdout.startswith("usage: tessera-generate")
 

@@ -162,7 +162,7 @@ def test_where_no_folder_can_be_made_is_said_before_anything_is_read(tmp_path: P
     (tmp_path / "loop").symlink_to("loop")
     for out, says in (
         (tmp_path / "file" / "out", "no folder can be made there"),
-        (tmp_path / "loop", "no folder can be made there|Symlink loop"),
+        (tmp_path / "loop", "no folder can be made there"),
         (tmp_path / ("x" * 300), "no folder can be made there"),
         (tmp_path / "file", "exists already"),
         (tmp_path, "exists already"),
