@@ -18,7 +18,7 @@ from tests.support.models import FAMILIES, MORE_FAMILIES, save
 
 pytestmark = ON_DEVICE
 EVERY = FAMILIES + MORE_FAMILIES
-REHEARSAL = ("gpt_neox", "llama", "gemma2")
+REHEARSAL = ("gpt_neox", "gemma2")
 _ALL = {"num_experts_per_tok": 5}
 EIGHT_BITS: dict[str, dict[str, int]] = {"llama": {}, "mixtral": _ALL, "gpt_oss": _ALL}
 """Of all experts, so that rounding chooses no others."""

@@ -1,8 +1,8 @@
 """Triton's interpreter, three times as quick: what it works out anew for each operation is worked out once.
 
 Its kernels are small here, so that nearly all of its time is Python's: the members of the language that it looks for, names of
-types, shapes as tuples of constants. Which operations are done on which numbers stays its own, but that numbers are
-rounded to bf16 and fp8 as devices do it.
+types, shapes as tuples of constants. Which operations are done on which numbers stays its own; how
+these are rounded, ``rounding`` says.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import functools
 from typing import Any
 
 import numpy as np
-import torch
+
+from tests.serve.model.cuda.rounding import as_devices_round
 
 
 def patch_once() -> None:
-    """Let the interpreter do its bookkeeping once.
+    """Let the interpreter do its bookkeeping once, and round as devices do.
 
     To be called in a process that compiles nothing.
     """
@@ -26,7 +27,7 @@ def patch_once() -> None:
     interpreter._patch_lang = _patched_once(interpreter)
     interpreter._patch_attr = _bound_to(interpreter.interpreter_semantic)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
-    interpreter._convert_float = _rounding(interpreter._convert_float)
+    interpreter._convert_float = as_devices_round(interpreter._convert_float)
     core._unwrap_if_constexpr = _quick_for_plain(core._unwrap_if_constexpr, core)
     _give_types_sets(core.dtype)
     _keep_shapes(core)
@@ -75,35 +76,6 @@ def _by_name(found: Any) -> Any:
         return numpy_type
 
     return kept
-
-
-def _rounding(convert: Any) -> Any:
-    """The interpreter cuts off what bf16 does not hold, and rounds to fp8 without what is carried; devices round, half to even.
-
-    bf16 is the upper half of fp32. Of fp8 it is e4m3, which holds nothing beyond 448.
-    """
-
-    def converted(data: Any, given: Any, wanted: Any, rounding_mode: Any) -> Any:
-        if rounding_mode is None and (given.name, wanted.name) == ("bf16", "fp32"):
-            return np.left_shift(data, np.uint32(16), dtype=np.uint32)
-        if rounding_mode is None and (given.name, wanted.name) == ("fp32", "bf16"):
-            return _to_bf16(np.ascontiguousarray(data))
-        if wanted.name == "fp8e4nv" and given.name in ("fp32", "fp16", "bf16"):
-            if given.name == "bf16":
-                data = np.left_shift(data, np.uint32(16), dtype=np.uint32).view(np.float32)
-            held = torch.from_numpy(data.astype(np.float32)).clamp(-448.0, 448.0)  # leaves what is no number
-            return held.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        return convert(data, given, wanted, rounding_mode)
-
-    return converted
-
-
-def _to_bf16(values: Any) -> Any:
-    bits = values.view(np.uint32)
-    rounded = (bits + ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)) >> np.uint32(16)
-    if (nan := np.isnan(values.view(np.float32))).any():  # which would become an infinity, or a zero
-        rounded = np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
-    return rounded.astype(np.uint16)
 
 
 def _quick_for_plain(unwrap: Any, core: Any) -> Any:
