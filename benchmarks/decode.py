@@ -137,9 +137,10 @@ def measure(path: Path, dtype: str, beside: Path | None, batches: list[int], rep
                 engine.times(prompts, [8])
             measured: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
             rates = []
-            for _ in range(repeats):
+            for turn in range(repeats):
                 rates.append(read_rate(numbers))
-                for name, engine in engines.items():
+                # Each begins every other turn: the one that follows the reading of memory is the slower for it.
+                for name, engine in sorted(engines.items(), reverse=turn % 2 == 1):
                     first, whole = engine.times(prompts, [1, NEW_TOKENS + 1])
                     measured[name].append((first, whole))
             read = statistics.median(rates)

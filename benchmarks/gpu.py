@@ -11,7 +11,8 @@ There are four parts, in this order:
   read (all weights but the embedding, and the keys and values of all sequences) by the device's nominal bandwidth, over the
   step's seconds.
 * ``peers``: of the cells that were measured, tokens a second of transformers' ``generate`` on the same prompts, and of its
-  continuous batching.
+  continuous batching; then of that in CUDA graphs, which it leaves off by itself where flash-attn is not installed. The bar is
+  held to the faster of the two, and the head of the record says by which attention it computed.
 * ``smaller``: some cells of the larger shape with weights of fp8, int8 and int4, and with keys and values of fp8.
 * ``waiting``: the share of a step in which the device waits for the host: what is left of the step's seconds without those in
   which the device computes or copies anything, or is between two operations that it has both been given, by torch's profiler.
@@ -41,7 +42,7 @@ from typing import Any, Final
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, ContinuousBatchingConfig
+from transformers import AutoConfig
 
 from benchmarks.gpu_decoding import (
     BLOCK_TOKENS,
@@ -56,9 +57,10 @@ from benchmarks.gpu_decoding import (
     timed_steps,
     waits_of,
 )  # fmt: skip
+from benchmarks.gpu_machine import versions
+from benchmarks.gpu_peers import attention_of, by_default, in_graphs, read_peer
 from benchmarks.gpu_record import Record, result_file, why
-from benchmarks.peers import System, TransformersContinuousBatching, TransformersGenerate
-from benchmarks.pretrained import Generates, read_model
+from benchmarks.pretrained import Generates
 from finetune.model.pretrained import new_model
 from serve.options import build_config
 from serve.worker.loader import RankModel, Stopwatch, load_rank
@@ -211,31 +213,6 @@ class Cells:
         ways.end()
 
 
-def by_transformers(model: Generates, prompts: list[list[int]], steps: int, device: str) -> Row:
-    """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token."""
-    # On a GPU it chooses by what is free, on the CPU by all that there is.
-    room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256) if device == "cpu" else None
-    systems: dict[str, System] = {
-        "generate": TransformersGenerate(model),
-        "continuous_batching": TransformersContinuousBatching(model, room),
-    }
-    found: Row = {}
-    for name, system in systems.items():
-        try:
-            seconds = []
-            for tokens in (1, 1, 1 + steps):  # the first warms up
-                began = time.perf_counter()
-                system.generate(prompts, tokens)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - began)
-            more = seconds[2] - seconds[1]
-            found[name] = len(prompts) * steps / more if more > 0 else "not told: the longer run took no longer"
-        except Exception as error:  # a peer that cannot do a cell is no reason to lose the others
-            found[name] = {"failed": why(error)}
-    return found
-
-
 class Benchmark:
     """The parts of a programme, each of which leaves the device free for the next."""
 
@@ -275,26 +252,30 @@ class Benchmark:
 
     def _beside(self) -> None:
         """The larger model first, of which most is claimed."""
-        for model in reversed(self._programme.models):
-            peer: Generates | None = None
-            failures = 0
-            for row in self._measured(model):
-                if self._is_over("peers"):
-                    self._record.put(model.name, row, "transformers", {"not_run": NOT_RUN})
-                    continue
-                try:
-                    peer = peer or read_model(self._folder(model), self._programme.dtype, self._programme.device)
-                except Exception as error:  # as above
-                    self._record.put(model.name, row, "transformers", {"failed": why(error)})
-                    continue
-                asked = prompts(row["batch"], row["context"], model.sizes["vocab_size"])
-                told = by_transformers(peer, asked, self._steps, self._programme.device)
-                self._record.put(model.name, row, "transformers", told)
-                failures += "failed" in str(told)
-                if "failed" in str(told) and failures < MOST_LOADS:  # what it changed of the model for it may have stayed
-                    peer = None
+        for way in (by_default, in_graphs):
+            for model in reversed(self._programme.models):
+                self._beside_each(model, way)
                 self._give_back()
-            del peer
+
+    def _beside_each(self, model: Model, way: Callable[[Generates, list[list[int]], int, str], Row]) -> None:
+        peer: Generates | None = None
+        failures = 0
+        for row in self._measured(model):
+            before = row.get("transformers", {})
+            if self._is_over("peers"):
+                self._record.put(model.name, row, "transformers", before or {"not_run": NOT_RUN})
+                continue
+            try:
+                peer = peer or read_peer(self._folder(model), self._programme.dtype, self._programme.device)
+            except Exception as error:  # as above
+                self._record.put(model.name, row, "transformers", before or {"failed": why(error)})
+                continue
+            asked = prompts(row["batch"], row["context"], model.sizes["vocab_size"])
+            told = way(peer, asked, self._steps, self._programme.device)
+            self._record.put(model.name, row, "transformers", before | told)
+            failures += "failed" in str(told)
+            if "failed" in str(told) and failures < MOST_LOADS:  # what it changed of the model for it may have stayed
+                peer = None
             self._give_back()
 
     def _wait(self) -> None:
@@ -363,7 +344,8 @@ def main() -> int:
     head: Row = {
         "what": "decoding by batch and context (benchmarks/gpu.py)", "rehearsal": args.rehearse,
         "hardware": torch.cuda.get_device_name() if programme.device == "cuda" else "CPU",
-        "bandwidth": nominal_bandwidth(programme.device), "dtype": programme.dtype, "versions": {"torch": torch.__version__},
+        "bandwidth": nominal_bandwidth(programme.device), "dtype": programme.dtype, "versions": versions(),
+        "attention_of_transformers": attention_of(programme.device),
     }  # fmt: skip
     record = Record(head, out, Console())
     ends = began + 60 * args.minutes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -31,14 +32,29 @@ def why(error: BaseException) -> str:
 def result_file(parser: argparse.ArgumentParser, args: argparse.Namespace, stem: str) -> Path | None:
     """Where a benchmark's record goes: ``--out``, else today's file among the results; nowhere in a rehearsal without it.
 
+    A record of today stays: what is measured later goes to ``<stem>-<date>-2.json``, ``-3`` and so on.
+
     Ends the program, with what is wrong, where no device is and it is no rehearsal, or where that folder is not there.
     """
     if not args.rehearse and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --rehearse runs it on the CPU")
-    out: Path | None = args.out or (None if args.rehearse else RESULTS / f"{stem}-{datetime.date.today()}.json")
+    out: Path | None = args.out or (None if args.rehearse else _new_file(f"{stem}-{datetime.date.today()}"))
     if out is not None and not out.parent.is_dir():
         parser.error(f"--out: {out.parent} is no folder")
     return out
+
+
+def _new_file(name: str) -> Path:
+    """The first file of that name among the results that is not there."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for each in names if not (path := RESULTS / f"{each}.json").exists())
+
+
+def write(out: Path, told: Row) -> None:
+    """Put a record in the place of what the file holds; who ends the program meanwhile leaves the one or the other whole."""
+    beside = out.with_name(out.name + ".part")
+    beside.write_text(json.dumps(told, indent=1) + "\n")
+    beside.replace(out)
 
 
 class Record:
@@ -100,10 +116,12 @@ class Record:
         def over() -> None:
             with self._lock:
                 self._told["ended"] = "by the clock: what was measured then is not recorded"
-            self.close()
-            print("the time was over while a cell was measured; all others are recorded", file=sys.stderr, flush=True)
-            shutil.rmtree(scratch, ignore_errors=True)
-            end(ENDED)
+            try:
+                self.close()
+                print("the time was over while a cell was measured; all others are recorded", file=sys.stderr, flush=True)
+                shutil.rmtree(scratch, ignore_errors=True)
+            finally:  # whatever is wrong with the record, nobody waits for this process any longer
+                end(ENDED)
 
         timer = threading.Timer(max(0.0, moment - time.monotonic()), over)
         timer.daemon = True
@@ -113,45 +131,54 @@ class Record:
         if self._out is None:
             return
         with self._lock:
-            beside = self._out.with_name(self._out.name + ".part")
-            beside.write_text(json.dumps(self._told, indent=1) + "\n")
-            beside.replace(self._out)
+            write(self._out, self._told)
 
 
+BATCHING: Final = "continuous_batching"
+"""What the names begin with that a peer's continuous batching has in a cell."""
 BARS: Final = {
     "batch 1: least share of the memory's limit": 0.65,
     "batch 256: least share of the memory's limit": 0.5,
     "least tokens a second by those of continuous batching": 3.0,
     "most waiting of the device for the host": 0.1,
 }
-"""What decoding is held to, launched ahead as the server does it, in every context of a shape."""
+"""What decoding is held to, launched ahead as the server does it, in every context of a shape; of continuous batching to the
+fastest way."""
 
 
 def bars_of(shapes: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
-    """What was measured of each bar, by shape, and whether it was met; ``None`` where nothing was measured of it."""
-    return {name: _of_shape([row for row in rows if "ahead" in row]) for name, rows in shapes.items()}
+    """What was measured of each bar, by shape, and whether it was met; ``None`` where nothing was measured of it.
+
+    Cells that did not fit, failed or were not run count for nothing, and are named.
+    """
+    return {name: _of_shape(rows) for name, rows in shapes.items()}
 
 
-def _waiting(row: Row) -> Row:
-    """What was told of a row's steps that are launched ahead."""
-    told: Row = row.get("waiting", {}).get("ahead", {})
-    return told if isinstance(told.get("device_waits"), float) else {}
+def fastest_batching(told: Row) -> float | None:
+    """The most tokens a second that a peer's continuous batching has of a cell, in whichever way; ``None`` without any."""
+    return max((speed for name, speed in told.items() if name.startswith(BATCHING) and isinstance(speed, float)), default=None)
 
 
 def _of_shape(rows: Sequence[Row]) -> Row:
-    def least_share(batch: int) -> float | None:
-        found = [row["ahead"].get("share_of_memory_limit") for row in rows if row["batch"] == batch]
-        return min((share for share in found if share is not None), default=None)
+    def share(row: Row) -> float | None:
+        found: float | None = row.get("ahead", {}).get("share_of_memory_limit")
+        return found
 
-    gains = [
-        row["ahead"]["tokens_per_second"] / theirs
-        for row in rows
-        if isinstance(theirs := row.get("transformers", {}).get("continuous_batching"), float)
-    ]
-    waits = [told["device_waits"] for row in rows if "device_waits" in (told := _waiting(row))]
-    found = (least_share(1), least_share(256), min(gains, default=None), max(waits, default=None))
+    def gain(row: Row) -> float | None:
+        theirs = fastest_batching(row.get("transformers", {}))
+        return row["ahead"]["tokens_per_second"] / theirs if theirs and "ahead" in row else None
+
+    def waiting(row: Row) -> float | None:
+        told: float | str | None = row.get("waiting", {}).get("ahead", {}).get("device_waits")
+        return told if isinstance(told, float) else None
+
+    of_bars = ((share, 1), (share, 256), (gain, None), (waiting, None))
     bars: Row = {}
-    for (name, bar), measured in zip(BARS.items(), found, strict=True):
-        is_met = None if measured is None else measured < bar if name.startswith("most") else measured >= bar
-        bars[name] = {"measured": measured, "bar": bar, "met": is_met}
+    for (name, bar), (of, batch) in zip(BARS.items(), of_bars, strict=True):
+        held = [(row, of(row)) for row in rows if batch is None or row["batch"] == batch]
+        told, is_most = [value for _, value in held if value is not None], name.startswith("most")
+        measured = max(told, default=None) if is_most else min(told, default=None)
+        is_met = None if measured is None else measured < bar if is_most else measured >= bar
+        lacking = [f"batch {row['batch']}, context {row.get('context')}" for row, value in held if value is None]
+        bars[name] = {"measured": measured, "bar": bar, "met": is_met, "not_measured": lacking}
     return bars

@@ -16,14 +16,16 @@ At the head of the record is what the machine is (``gpu_machine``): versions, ``
 memory and the device, and DeepSpeed's CPU Adam. Each run has the device's busy share in its steps (``gpu_watch``).
 
 The record is written anew after each case. All of it ends within ``--minutes``: a case has what is left of them, at most a
-quarter of an hour. One that takes longer is ended and recorded as failed, with what it had; those after the end are recorded as
-not run, and ``--parts`` makes them in another call. ``--rehearse`` makes the same runs with tiny shapes on the CPU; what needs
+quarter of an hour. One that takes longer is ended and recorded as failed, with what it had. Each part has a share of the time
+(``MINUTES``), after which none of its cases begins, so that every part has results; those are recorded as not run, and
+``--parts`` makes them in another call. ``--rehearse`` makes the same runs with tiny shapes on the CPU; what needs
 CUDA, or differs in fp32 alone, is recorded as left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -33,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +45,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu_machine import machine
-from benchmarks.gpu_record import result_file
+from benchmarks.gpu_record import result_file, write
 from benchmarks.gpu_watch import Use, Watch, use_of
 from finetune.forecast.memory import CONTEXT_BYTES
 from finetune.machine.nvme import MEASURED as DISK_MEASURED
@@ -75,6 +77,8 @@ TINY_ON_DISK: Final = shape(2, 128, 2, 1024)
 """Smaller tensors stay in memory."""
 CASE_SECONDS: Final = 900.0
 """No case takes longer."""
+MINUTES: Final = {"exact": 3.0, "ways": 2.0, "fits": 2.5, "rows": 1.0, "disk": 1.0}
+"""Of ten, less half of one, what each part has; of more or fewer in proportion, and what one leaves the next ones have."""
 
 PLAIN: Final[Tree] = {"zero": {"stage": 1}}
 OPTIMIZER: Final[Tree] = {"zero": {"stage": 3}, "offload": {"optimizer": "cpu"}}
@@ -285,10 +289,29 @@ def make_text(path: Path, *, megabytes: float) -> Path:
     return path
 
 
+def shared_out(parts: Collection[str], begins: float, ends: float) -> dict[str, float]:
+    """The moment after which no case of a part begins, in the parts' order; the last one's is the end."""
+    given = {part: minutes for part, minutes in MINUTES.items() if part in parts}
+    until = itertools.accumulate(given.values())
+    return {part: begins + (ends - begins) * each / sum(given.values()) for part, each in zip(given, until, strict=True)}
+
+
 def measured(
-    wanted: list[Case], scratch: Path, text: Path, ends: float, *, rehearse: bool, use: Use | str = "not told: nobody was asked"
+    wanted: list[Case],
+    scratch: Path,
+    text: Path,
+    ends: float,
+    *,
+    rehearse: bool,
+    use: Use | str = "not told: nobody was asked",
+    until: Mapping[str, float] | None = None,
 ) -> Iterator[Row]:
-    """Each case's row, as it is done; ``use``: see ``run``."""
+    """Each case's row, as it is done.
+
+    Args:
+        use: see ``run``.
+        until: of a part, the monotonic time after which none of its cases begins; ``ends`` of one that is not named.
+    """
     losses: dict[str, list[float]] = {}
     seconds: dict[str, float] = {}
     for number, case in enumerate(wanted):
@@ -297,8 +320,8 @@ def measured(
             yield row | {"left_out": "it needs a CUDA device" if case.needs_cuda else "rehearsed in bf16"}
             continue
         left = ends - time.monotonic()
-        if left <= 0:
-            yield row | {"not_run": "the time was over"}
+        if left <= 0 or time.monotonic() >= (until or {}).get(case.part, ends):
+            yield row | {"not_run": f"its time was over: --parts {case.part}"}
             continue
         with tempfile.TemporaryDirectory(dir=scratch, prefix=f"{number}-") as folder:
             row |= run(case, Path(folder), text, min(CASE_SECONDS, left), rehearse=rehearse, use=use)
@@ -318,7 +341,7 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU: whether it works, not how fast")
-    parser.add_argument("--parts", nargs="+", choices=("exact", "ways", "fits", "rows", "disk"), help="all")
+    parser.add_argument("--parts", nargs="+", choices=tuple(MINUTES), help="all")
     parser.add_argument("--minutes", type=float, default=9.5, help="all cases end within them (9.5)")
     parser.add_argument("--work", type=Path, help="a folder with room for the saves, and for what goes to NVMe; default: /tmp")
     parser.add_argument(
@@ -339,12 +362,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.work) as name:
         text = make_text(Path(name) / "text.txt", megabytes=0.2 if args.rehearse else 12)
         wanted = [case for case in cases() if not args.parts or case.part in args.parts]
-        for row in measured(wanted, Path(name), text, ends, rehearse=args.rehearse, use=use):
+        until = {} if args.rehearse else shared_out({case.part for case in wanted}, time.monotonic(), ends)
+        for row in measured(wanted, Path(name), text, ends, rehearse=args.rehearse, use=use, until=until):
             record["cases"].append(row)
             failed |= "failed" in row
             console.print_json(json.dumps(row))
             if out is not None:
-                out.write_text(json.dumps(record, indent=1) + "\n")
+                write(out, record)
     return int(failed)
 
 

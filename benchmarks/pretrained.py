@@ -64,9 +64,13 @@ def without_advice() -> None:
     _TALK.set_verbosity_error()
 
 
-def read_model(path: Path | str, dtype: str, device: str = "cpu") -> Generates:
-    """The causal language model of a folder, in evaluation mode, with weights of the named type on a device."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+def read_model(path: Path | str, dtype: str, device: str = "cpu", *, attention: str | None = None) -> Generates:
+    """The causal language model of a folder, in evaluation mode, with weights of the named type on a device.
+
+    Args:
+        attention: what computes it, by transformers' name; ``None`` has transformers choose.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     nn.Module.eval(model)
     model.to(device)  # type: ignore[arg-type]  # wrapped: mypy takes it for no method
     return cast(Generates, model)

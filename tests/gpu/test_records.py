@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import io
 import json
 import threading
@@ -15,8 +17,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu, gpu_decoding
-from benchmarks.gpu_record import Record, bars_of
+from benchmarks import gpu, gpu_decoding, gpu_record
+from benchmarks.gpu_peers import BATCHING_IN_GRAPHS
+from benchmarks.gpu_record import Record, bars_of, result_file
 
 
 def event(begin: int, end: int, kind: str = "CUDA", *, label: bool = False) -> Any:
@@ -123,22 +126,43 @@ def test_a_benchmark_is_ended_by_the_clock_with_what_it_has(tmp_path: Path) -> N
     assert not scratch.exists()
 
 
+def test_a_record_of_today_is_kept_beside_what_is_measured_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_record, "RESULTS", tmp_path)
+    names = []
+    for _ in range(3):
+        out = result_file(argparse.ArgumentParser(), argparse.Namespace(out=None, rehearse=False), "gpu")
+        assert out is not None
+        assert out.parent == tmp_path
+        gpu_record.write(out, {"what": len(names)})
+        names.append(out.name)
+    today = datetime.date.today()
+    assert names == [f"gpu-{today}.json", f"gpu-{today}-2.json", f"gpu-{today}-3.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert json.loads((tmp_path / names[0]).read_text()) == {"what": 0}
+
+
 def test_bars_are_held_to_the_worst_context_and_to_nothing_that_was_not_measured() -> None:
-    def row(batch: int, share: float, waits: float | None, theirs: float | dict[str, str]) -> dict[str, Any]:
-        told: dict[str, Any] = {"batch": batch, "ahead": {"tokens_per_second": 300.0, "share_of_memory_limit": share}}
-        told["transformers"] = {"continuous_batching": theirs}
+    def row(
+        batch: int, context: int, share: float, waits: float | None, theirs: float | dict[str, str], in_graphs: object = None
+    ) -> dict[str, Any]:
+        told: dict[str, Any] = {"batch": batch, "context": context}
+        told["ahead"] = {"tokens_per_second": 300.0, "share_of_memory_limit": share}
+        told["transformers"] = {"generate": 500.0, "continuous_batching": theirs, BATCHING_IN_GRAPHS: in_graphs}
         return told | ({"waiting": {"ahead": {"device_waits": waits}}} if waits is not None else {"waiting": {"failed": "x"}})
 
     rows = [
-        row(1, 0.7, 0.05, 50.0),
-        row(1, 0.66, None, {"failed": "x"}),
-        row(256, 0.49, 0.2, 100.0),
-        {"batch": 1, "not_run": "x"},
+        row(1, 8, 0.7, 0.05, 50.0, 60.0),
+        row(1, 64, 0.66, None, {"failed": "x"}, {"failed": "x"}),
+        row(256, 8, 0.49, 0.2, 50.0, 100.0),
+        {"batch": 1, "context": 99, "not_run": "x"},
     ]
     bars = bars_of({"one": rows, "none": []})
     assert [(bar["measured"], bar["met"]) for bar in bars["one"].values()] == [
         (0.66, True), (0.49, False), (3.0, True), (0.2, False),
     ]  # fmt: skip
+    not_run, failed = "batch 1, context 99", "batch 1, context 64"
+    assert [bar["not_measured"] for bar in bars["one"].values()] == [[not_run], [], [failed, not_run], [failed, not_run]]
     assert {(bar["measured"], bar["met"]) for bar in bars["none"].values()} == {(None, None)}
 
 

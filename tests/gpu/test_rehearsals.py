@@ -20,8 +20,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from rich.console import Console
+from transformers import ContinuousBatchingConfig
 
-from benchmarks import gpu, gpu_training
+from benchmarks import gpu, gpu_peers, gpu_training
 from benchmarks.gpu_record import Record
 from benchmarks.pretrained import Generates
 from tests.finetune.support import run_command
@@ -66,7 +67,7 @@ def test_the_benchmark_of_decoding_measures_every_cell(tmp_path: Path) -> None:
         for told in cell["waiting"].values():
             assert 0 <= told["device_waits"] <= told["device_idle"] < 1
         assert set(cell["waiting"]) == {"eager", "graphs", "ahead"}
-        assert set(cell["transformers"]) == {"generate", "continuous_batching"}
+        assert set(cell["transformers"]) == {"generate", "continuous_batching", gpu_peers.BATCHING_IN_GRAPHS}
         assert not [told for told in cell["transformers"].values() if "failed" in str(told)]
     assert [told["met"] for told in record["bars"]["tiny"].values()][:2] == [None, None], "a CPU tells no bandwidth"
 
@@ -98,9 +99,30 @@ def test_answers_of_transformers_that_failed_are_no_speed(given: list[int]) -> N
         def generate_batch(self, inputs: list[list[int]], **_: object) -> dict[str, Any]:
             return {str(number): SimpleNamespace(generated_tokens=given) for number, _ in enumerate(inputs)}
 
-    told = gpu.by_transformers(cast("Generates", Failing()), [[1, 2], [3, 4]], 8, "cpu")
+    told = gpu_peers.by_default(cast("Generates", Failing()), [[1, 2], [3, 4]], 8, "cpu")
     assert told["continuous_batching"]["failed"].startswith("AssertionError: continuous batching gave [")
     assert "failed" not in str(told["generate"])
+
+
+@pytest.mark.parametrize("has_flash", [False, True])
+def test_transformers_is_measured_by_its_fastest_attention_and_in_graphs_where_it_leaves_them_off(
+    has_flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    class Peer:
+        def generate_batch(
+            self, inputs: list[list[int]], continuous_batching_config: ContinuousBatchingConfig, **_: object
+        ) -> dict[str, Any]:
+            asked.append((continuous_batching_config.use_cuda_graph, continuous_batching_config.use_async_batching))
+            raise RuntimeError("no device")
+
+    monkeypatch.setattr(gpu_peers, "is_flash_attn_2_available", lambda: has_flash)
+    assert gpu_peers.attention_of("cuda") == ("flash_attention_2" if has_flash else "sdpa")
+    assert gpu_peers.attention_of("cpu") == "sdpa"
+    told = gpu_peers.in_graphs(cast("Generates", Peer()), [[1]], 2, "cuda")
+    failed = {gpu_peers.BATCHING_IN_GRAPHS: {"failed": "RuntimeError: no device"}}
+    assert (told, asked) == (({}, []) if has_flash else (failed, [(True, True)]))
 
 
 def test_superoffload_is_timed_where_it_overlaps_and_compared_where_gradients_are_clipped() -> None:
@@ -151,7 +173,7 @@ def test_transformers_is_loaded_into_a_free_device_and_may_have_no_room(
         raise torch.OutOfMemoryError("there is no room")
 
     monkeypatch.setattr(gpu, "loaded", noted)
-    monkeypatch.setattr(gpu, "read_model", without_room)
+    monkeypatch.setattr(gpu, "read_peer", without_room)
     record = Record({}, None, Console(file=io.StringIO()))
     with torch.no_grad():  # so that it is as before afterwards
         benchmark(tmp_path, record, smaller=0, waiting=0).run(("decoding", "peers"))
@@ -237,6 +259,29 @@ def test_a_case_may_have_a_part_of_the_device_and_others_all_of_it(tmp_path: Pat
         folder.mkdir()
         assert gpu_training.run(case, folder, tmp_path / "text.txt", 60, rehearse=False) == {"failed": "no device"}
     assert shares == [None, "per_process_memory_fraction:0.2500", None]
+
+
+def test_every_part_begins_its_cases_within_its_share_and_says_how_to_make_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def takes_a_minute(case: gpu_training.Case, *_: object, **__: object) -> dict[str, Any]:
+        clock[0] += 60
+        return {"case": case.name}
+
+    monkeypatch.setattr(gpu_training, "run", takes_a_minute)
+    monkeypatch.setattr(gpu_training, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    wanted = list(gpu_training.cases())
+    until = gpu_training.shared_out({case.part for case in wanted}, 0.0, 570.0)
+    assert until == {"exact": 180.0, "ways": 300.0, "fits": 450.0, "rows": 510.0, "disk": 570.0}
+    rows = list(gpu_training.measured(wanted, tmp_path, tmp_path / "text", 570.0, rehearse=False, until=until))
+    ran = [row["part"] for row in rows if "not_run" not in row]
+    assert ran == ["exact"] * 3 + ["ways"] * 2 + ["fits"] * 3 + ["rows", "disk"]
+    left = [(row["part"], row["not_run"]) for row in rows if "not_run" in row]
+    assert {why for part, why in left if part == "ways"} == {"its time was over: --parts ways"}
+    of_two = gpu_training.shared_out({"rows", "ways"}, 10.0, 100.0)
+    assert of_two == {"ways": 70.0, "rows": 100.0}, "nothing is kept for those that nobody asked for"
 
 
 def test_no_run_has_more_than_a_quarter_of_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
