@@ -28,8 +28,6 @@ GPUS: Final = {"24 GB": 23.5, "48 GB": 47.4, "80 GB": 79.1, "141 GB": 139.8}
 """GiB that such a device offers."""
 HOSTS: Final = {"64 GB": 62.0, "128 GB": 126.0, "256 GB": 254.0, "512 GB": 510.0}
 """GiB of host memory that a run may take: 2 are left to the system."""
-LIBRARIES_BYTES: Final = GIB // 2
-"""What a device's context and libraries take beside weights and cache."""
 
 _NEOX: Final = {"model_type": "gpt_neox", "max_position_embeddings": 2048}
 MODELS: Final[Mapping[str, dict[str, Any]]] = {
@@ -191,14 +189,14 @@ def serving_table() -> str:
 
 
 def serving_row(model: str) -> tuple[str, ...]:
-    """One model's cells: positions with weights in bf16, int8 and int4."""
+    """One model's cells: positions with weights in bf16, int8 and int4; ``all`` that sequences can have."""
     import torch
     from torch import nn
     from transformers import AutoConfig
 
     from finetune.model.pretrained import new_model
-    from serve.config import CacheConfig
-    from serve.worker.kv_cache import block_bytes
+    from serve.config import CacheConfig, SchedulerConfig
+    from serve.worker.kv_cache import LIBRARIES_BYTES, block_bytes
 
     shape = MODELS[model]
     config = AutoConfig.for_model(**shape | {"intermediate_size": shape.get("intermediate_size", 4 * shape["hidden_size"])})
@@ -216,11 +214,11 @@ def serving_row(model: str) -> tuple[str, ...]:
         block_tokens=1,
         dtype=torch.bfloat16,
     )
-    share = CacheConfig().memory_fraction
+    share, useful = CacheConfig().memory_fraction, SchedulerConfig().max_num_seqs * shape["max_position_embeddings"]
     cells = []
     for room in GPUS.values():
-        left = [int(room * GIB * share) - LIBRARIES_BYTES - taken for taken in weights]
-        cells.append(", ".join(f"{max(0, free) // position // 1000:,}k" if free > 1000 * position else "–" for free in left))
+        fit = [(int(room * GIB * share) - LIBRARIES_BYTES - taken) // position for taken in weights]
+        cells.append(", ".join("all" if each >= useful else f"{each // 1000:,}k" if each > 1000 else "–" for each in fit))
     return model, ", ".join(f"{taken / GIB:.1f}" for taken in weights) + " GiB", f"{position / 1024:.0f} KiB", *cells
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Final
+from typing import Final, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ from serve.model.norms import compute_norms
 from serve.model.quantized import quantizing_packer
 from serve.model.recording import Steps
 from serve.types import LengthRule
+from serve.worker.parallel import Ranks
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,11 +73,18 @@ def captures_on_cpu(config: ServerConfig, device: torch.device) -> bool:
 
 
 def sizes_to_capture(
-    config: ServerConfig, family: Family, rule: LengthRule | None, model: PreTrainedModel, device: torch.device, attention: str
+    config: ServerConfig,
+    family: Family,
+    rule: LengthRule | None,
+    model: PreTrainedModel,
+    device: torch.device,
+    attention: str,
+    ranks: Ranks,
 ) -> tuple[int, ...]:
     """Rows of the decoding steps that are captured, ascending; none where ``kernels.cuda_graphs`` leaves them out.
 
-    The same on every rank: nothing but the configuration and the checkpoint decides.
+    The same on every rank: on a device none, where a step of one of them cannot be captured, for want of a compiler on its
+    machine, by its GPU, or by its share of the experts.
 
     Raises:
         ConfigError: they are asked for and cannot be captured.
@@ -89,6 +97,8 @@ def sizes_to_capture(
     why = _obstacle(family, rule, model, device, attention)
     if config.model.pipeline_parallel_size > 1:
         why = "stages wait for one another in every step"
+    if not ranks.smallest(int(not why)):
+        why = why or "another rank cannot capture its own, and its line in the log says why"
     if why and wanted == "on":
         raise ConfigError(f"kernels.cuda_graphs is on; {why}: choose auto, or off")
     if why:
@@ -133,6 +143,8 @@ def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, d
         return f"experts in {model.dtype} are computed one after the other; in bfloat16 they are not"
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GROUPS:
         return "its experts are computed one after the other on a device of another compute capability than 9 and 10"
+    if device.type == "cuda" and any(cast(int, module.num_experts) == 1 for module in stacked_experts(model, family)):
+        return "the host counts the rows of an expert that is the only one of its rank"  # torch's histogram has no width then
     return ""
 
 

@@ -94,10 +94,10 @@ class Exchange:
             checkpoint.close()
             return wire.Differs(difference)
         self._candidate = _Candidate(config, checkpoint, found)
-        gpus.give_back(self._model.device)  # where the last weights lay: nothing but steps would be put there again
-        return wire.Alike(
-            self._model.filler.num_bytes, gpus.bytes_left(self._model.device, self._config.cache), checkpoint.step
-        )
+        device, steps_bytes = self._model.device, self._model.steps_bytes
+        gpus.give_back(device)  # where the last weights lay: nothing but steps would be put there again
+        left = gpus.bytes_left(device, self._config.cache, steps_bytes)
+        return wire.Alike(self._model.filler.num_bytes, left, checkpoint.step)
 
     def _prepare(self, number: int, beside: bool) -> wire.Report:
         candidate = self._candidate

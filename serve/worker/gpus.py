@@ -41,16 +41,21 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.memory_available()
 
 
-def bytes_left(device: torch.device, cache: CacheConfig) -> int:
+def bytes_left(device: torch.device, cache: CacheConfig, steps_bytes: int = 0) -> int:
     """What this process may still fill with tensors beside those it holds: of a GPU no more than ``take`` lets it have.
 
-    Room that the allocator keeps and no tensor is in counts as free within that share.
+    Room that the allocator keeps and no tensor is in counts as free within that share, but for what steps will take of it.
+
+    Args:
+        steps_bytes: what captured steps and the largest step take of a GPU, which was kept free when the blocks were counted.
     """
     free = free_bytes(device)
     if device.type != "cuda" or cache.kv_cache_gib is not None:
         return free
     share = int(cache.memory_fraction * torch.cuda.mem_get_info(device)[1])
-    return max(0, min(free, share - torch.cuda.memory_allocated(device)))
+    allocated = torch.cuda.memory_allocated(device)
+    kept = torch.cuda.memory_reserved(device) - allocated
+    return max(0, min(free + kept, share - allocated) - steps_bytes)
 
 
 def reserved_bytes(device: torch.device) -> int:

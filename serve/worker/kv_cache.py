@@ -64,8 +64,8 @@ def choose_memory(
 ) -> CacheMemory:
     """How much memory this rank's blocks may take.
 
-    ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` of it leaves beside the
-    rank's weights, its libraries and its steps, and no more than is free: others may have the rest. On the CPU it is a quarter
+    ``cache.kv_cache_gib`` decides where it is given. Else, on a GPU, what ``cache.memory_fraction`` of it, or what others leave
+    of it, has room for beside the rank's weights, its libraries and its steps. On the CPU it is a quarter
     of the free memory shared by the local ranks, at most 4 GiB each. Free is what the container's limits leave, too.
 
     Args:
@@ -74,9 +74,13 @@ def choose_memory(
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device) + LIBRARIES_BYTES
-        left = min(int(cache.memory_fraction * total) - own, free) - steps_bytes
-        where = f"{_gib(free)} free on the device, {_gib(own)} taken, {_gib(steps_bytes)} kept for steps"
+        own = torch.cuda.memory_reserved(device)
+        # Graphs take of the driver's memory, too, and each tensor is rounded up: where others have most of it as where not.
+        left = min(int(cache.memory_fraction * total) - own, free) - LIBRARIES_BYTES - steps_bytes
+        where = (
+            f"{_gib(free)} free on the device, {_gib(own)} taken, {_gib(steps_bytes)} kept for steps and "
+            f"{_gib(LIBRARIES_BYTES)} for libraries"
+        )
     else:
         free = max(0, limits.memory_available() - promised_bytes * local_ranks)
         left = min(_CPU_MOST_BYTES, int(free * _CPU_SHARE / local_ranks))

@@ -84,6 +84,8 @@ class RankModel:
     """The CPU kernels, where they apply."""
     narrow: NarrowHead | None = None
     """What may find the likeliest tokens in place of the head, once it is made."""
+    steps_bytes: int = 0
+    """What captured steps and the largest step take of a device beside weights and blocks, where that was tried."""
 
     @property
     def stored(self) -> frozenset[str]:
@@ -147,7 +149,7 @@ def load_rank(
     call_leaves_directly(model)
     rank_model = RankModel(
         sampling=choose_sampling(device, kernels),
-        graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention),
+        graph_sizes=sizes_to_capture(config, plan.family, plan.length_rule, model, device, attention, ranks),
         body=model.base_model,
         head=head,
         narrow=narrow,
@@ -162,7 +164,9 @@ def load_rank(
         kernels=kernels,
     )
     if tried is not None:
-        rank_model = with_blocks(rank_model, config, ranks, count(None, steps_bytes=tried(rank_model, ranks)))
+        taken = tried(rank_model, ranks)
+        rank_model = with_blocks(rank_model, config, ranks, count(None, steps_bytes=taken))
+        rank_model = dataclasses.replace(rank_model, steps_bytes=taken)
     return rank_model, ranks
 
 

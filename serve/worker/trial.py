@@ -72,20 +72,31 @@ def largest_step(config: ServerConfig, model: RankModel) -> StepPlan:
 def split_step(config: ServerConfig, model: RankModel) -> StepPlan:
     """The plan of a step of one token of each sequence that may run, each so long that its positions are split.
 
-    What decoding takes for the parts is the more, the more sequences there are, however long they are; prompts are not split.
-    Blocks are the same, over and over, as above.
+    What decoding takes for the parts is the more, the more tokens there are, guessed ones among them, however long sequences
+    are; prompts are not split. Blocks are the same, over and over, as above.
     """
-    count = min(config.scheduler.max_num_seqs, config.scheduler.max_step_tokens)
-    length = max(1, min(2 * SHARE_POSITIONS, model.facts.max_model_len - 1 - _guesses(config)))
+    guesses = config.scheduler.speculative_tokens  # whoever guesses
+    count = min(config.scheduler.max_num_seqs, max(1, config.scheduler.max_step_tokens // (1 + guesses)))
+    length = max(1, min(2 * SHARE_POSITIONS, model.facts.max_model_len - 1 - guesses))
     ids = tuple(place % model.facts.vocab_size for place in range(length))
-    blocks = tuple(BlockId(block % model.facts.num_blocks) for block in range(-(-length // model.facts.block_tokens)))
+    covered = -(-(length + guesses) // model.facts.block_tokens)
+    blocks = tuple(BlockId(block % model.facts.num_blocks) for block in range(covered))
     starts, spans = [], []
     for number in range(count):
         sequence = SequenceId(-2 - number)
         starts.append(
             Start(sequence=sequence, index=0, token_ids=ids, num_prompt_tokens=length, sampling=SamplingParams(temperature=0.0))
         )
-        spans.append(Span(sequence=sequence, start=length - 1, count=1, new_blocks=blocks, sample=True))
+        spans.append(
+            Span(
+                sequence=sequence,
+                start=length - 1,
+                count=1 + guesses,
+                new_blocks=blocks,
+                sample=True,
+                proposed=(0,) * guesses,
+            )
+        )
     return StepPlan(step=3, starts=tuple(starts), spans=tuple(spans))
 
 

@@ -32,6 +32,7 @@ SLOW = pytest.mark.slow
         pytest.param("training", "Pythia-1.4B", marks=SLOW),
         pytest.param("lora", "Pythia-410M", marks=SLOW),
         ("serving", "Llama-3.1-8B"),
+        ("serving", "Pythia-1.4B"),
     ],
 )
 def test_a_row_is_what_the_program_says(program: ModuleType, kind: str, model: str) -> None:

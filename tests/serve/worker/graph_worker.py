@@ -2,7 +2,8 @@
 
 FOLDER has a checkpoint in each of its folders. Every rank compares hidden states and logits of both ways bit for bit, and
 writes, by folder, the sizes it captured in their order, what was generated both ways, greedily and by draws, and with steps one
-ahead, to its graphs-RANK.json; on the CPU also what it exchanges in the graphs of each size.
+ahead, to its graphs-RANK.json; on the CPU also what it exchanges in the graphs of each size. What a folder's name has behind
+its first word says how it is loaded there: with ``layers`` of a GPU's form, ``whole`` experts on each rank, or both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -31,6 +33,7 @@ from serve.worker.rank_loop import choose_device
 from serve.worker.runner import Runner
 from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import PROMPTS, generate
+from tests.serve.worker.layers_of_gpu import layers_of_a_gpu
 from tests.serve.worker.steps_ahead import one_ahead, plans
 
 DRAWN = (
@@ -75,29 +78,36 @@ def prepared(wanted: str) -> torch.device:
     return device
 
 
+def compared(folder: Path, ranks: Ranks, dtype: str, device: torch.device, **model: str) -> dict[str, object]:
+    """What is told of one folder; ``model`` as ``ModelConfig`` has it."""
+    loaded = load_captured(folder, ranks, dtype, device=device, **model)
+    mine: dict[str, object] = {"greedy": tokens_of_both_ways(loaded, ranks, pytest.MonkeyPatch())}
+    runner = Runner(loaded, ranks)
+    assert runner.graphs is not None
+    mine["drawn eager"] = generate(runner, ranks, sampling=DRAWN)
+    runner.graphs.capture()
+    mine["drawn"] = generate(runner, ranks, sampling=DRAWN)
+    for name, sampling in (
+        ("greedy ahead", ()),
+        ("drawn ahead", DRAWN),
+        ("drawn without penalties ahead", (DRAWN[0],) * 3),
+    ):
+        mine[name], followed = generated_ahead(runner, ranks, sampling)
+        assert followed > 0
+    mine["drawn without penalties"] = generate(runner, ranks, sampling=(DRAWN[0],) * 3)
+    return mine | {"sizes": runner.graphs.sizes, "exchanged": exchanged(runner.graphs) if device.type == "cpu" else []}
+
+
 def main(rank: int, size: int, root: Path, wanted: str, dtype: str) -> None:
     device = prepared(wanted)
     memory = os.open(root / f"memory-{size}", os.O_RDWR | os.O_CREAT)
     ranks = join_ranks(rank, size, device, root / f"meeting-{size}", memory, 120.0, Progress())
     told = dict[str, dict[str, object]]()
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-        model = load_captured(folder, ranks, dtype, device=device)
-        mine: dict[str, object] = {"greedy": tokens_of_both_ways(model, ranks, pytest.MonkeyPatch())}
-        told[folder.name] = mine
-        runner = Runner(model, ranks)
-        assert runner.graphs is not None
-        mine["drawn eager"] = generate(runner, ranks, sampling=DRAWN)
-        runner.graphs.capture()
-        mine["drawn"] = generate(runner, ranks, sampling=DRAWN)
-        for name, sampling in (
-            ("greedy ahead", ()),
-            ("drawn ahead", DRAWN),
-            ("drawn without penalties ahead", (DRAWN[0],) * 3),
-        ):
-            mine[name], followed = generated_ahead(runner, ranks, sampling)
-            assert followed > 0
-        mine["drawn without penalties"] = generate(runner, ranks, sampling=(DRAWN[0],) * 3)
-        mine |= {"sizes": runner.graphs.sizes, "exchanged": exchanged(runner.graphs) if device.type == "cpu" else []}
+        _, *how = folder.name.split()
+        with layers_of_a_gpu() if "layers" in how else nullcontext():
+            model = {"experts": "whole"} if "whole" in how else {}
+            told[folder.name] = compared(folder, ranks, dtype, device, **model)
     (root / f"graphs-{rank}.json").write_text(json.dumps(told))
     os._exit(0)  # as ranks end: NCCL would wait for the graphs that hold its exchanges
 

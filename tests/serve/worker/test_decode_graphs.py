@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve.config import KernelsConfig
+from serve.config import KernelsConfig, ServerConfig
 from serve.engine.plan import Span, Start, StepPlan
 from serve.errors import ConfigError, StartError
 from serve.model.attention import LayerCache
 from serve.model.cuda.graphs import graph_sizes
 from serve.model.cuda.static import StaticTorchBackend
+from serve.model.experts import stacked_experts
 from serve.model.families import FAMILIES
 from serve.types import BlockId, SamplingParams, SequenceId
 from serve.worker import loader
-from serve.worker.computing import _obstacle
+from serve.worker.computing import _obstacle, sizes_to_capture
 from serve.worker.decode_graphs import DecodeGraphs
 from serve.worker.decode_inputs import DecodeInputs
 from serve.worker.loader import Stopwatch, load_rank
@@ -32,6 +33,7 @@ from serve.worker.runner import Runner
 from serve.worker.sampling.backend import TorchSampling
 from tests.serve.worker.captured import load_captured, tokens_of_both_ways
 from tests.serve.worker.family_worker import BLOCK_TOKENS, generate, load, settings
+from tests.serve.worker.layers_of_gpu import layers_of_a_gpu
 from tests.serve.worker.test_loader import VARIANTS
 from tests.serve.worker.waits import META, OnlyDevice, Waits, on_meta
 from tests.support import warm
@@ -194,6 +196,18 @@ def test_sizes_follow_from_the_configuration_alone(tmp_path: Path) -> None:
     assert load_captured(folder, ALONE).graph_sizes == (1, 2, 4), "no more than sequences run at once"
 
 
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "gptj", "llama", "stablelm", "gemma2", "gpt_oss"])
+def test_so_does_one_whose_layers_find_sums_and_norms_at_once_as_on_a_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(name, tmp_path)
+    with layers_of_a_gpu() as kernels:
+        model = load_captured(folder, ALONE)
+        tokens = tokens_of_both_ways(model, ALONE, monkeypatch)
+    assert sum(kernel.launches for kernel in kernels.values()) > 0
+    assert tokens == generate(Runner(load(folder, 1, ALONE), ALONE), ALONE)
+
+
 def test_what_cannot_be_captured_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     folder = saved(NOT_CAPTURED, tmp_path)
     with pytest.raises(ConfigError, match=r"^kernels.cuda_graphs is on; its angles follow each length"):
@@ -216,7 +230,35 @@ def test_experts_are_captured_on_devices_whose_grouped_products_the_host_does_no
     model = survey.blueprint.model.to(torch.bfloat16)
     why = _obstacle(survey.family, None, model, device, "triton")
     assert bool(why) is not are_captured
+    for module in stacked_experts(model, survey.family):
+        module.num_experts = 1  # type: ignore[assignment]  # a number in every module of this kind
+    assert _obstacle(survey.family, None, model, device, "triton"), "torch looks at the data for the width of their histogram"
     assert _obstacle(survey.family, None, model.float(), device, "triton"), "in bfloat16 alone, wherever"
+
+
+def test_where_one_rank_cannot_capture_none_does_and_each_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks of unlike machines would wait for one another: one exchanges in what it captures, and the other has nothing to."""
+
+    class OfTwo(Ranks):
+        """One of two ranks, of which the other has no compiler."""
+
+        def smallest(self, value: int) -> int:
+            return 0
+
+    model, device, ranks = load_captured(saved("gpt_neox", tmp_path), ALONE), torch.device("cuda:0"), OfTwo(0, 2)
+    survey, auto = model.survey, dataclasses.replace(settings(tmp_path, 2, "float32"), kernels=KernelsConfig())
+
+    def sizes(config: ServerConfig, attention: str) -> tuple[int, ...]:
+        return sizes_to_capture(config, survey.family, None, survey.blueprint.model, device, attention, ranks)
+
+    caplog.set_level("INFO", "serve.worker.computing")
+    assert sizes(auto, "triton") == sizes(auto, "torch") == ()
+    mine, others = ("another rank cannot capture its own", "attention in plain torch reads lengths on the host")
+    assert [record.getMessage().partition(": ")[2].partition(",")[0] for record in caplog.records[-2:]] == [mine, others]
+    on = dataclasses.replace(auto, kernels=KernelsConfig(cuda_graphs="on"))
+    for attention, why in (("triton", mine), ("torch", others)):
+        with pytest.raises(ConfigError, match=rf"^kernels.cuda_graphs is on; {why}"):
+            sizes(on, attention)
 
 
 @pytest.mark.parametrize("changed", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=["int4 weights", "int8 cache"])
@@ -296,8 +338,9 @@ def test_inputs_of_a_step_are_in_the_same_memory_and_what_a_step_before_left_is_
 
 
 def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they_exchange(tmp_path: Path) -> None:
-    for name in ("gpt_neox", "mixtral"):
-        save(name, tmp_path / name, with_tokenizer=False)
+    names = ("gpt_neox", "mixtral", "gpt_neox layers", "mixtral whole layers")
+    for name in names:
+        save(name.partition(" ")[0], tmp_path / name, with_tokenizer=False)
     words = ["2", str(tmp_path), "cpu", "float32"]
     ranks = [
         warm.start("tests.serve.worker.graph_worker", [str(rank), *words], rank_environment(rank, 2, "cpu"))
@@ -307,13 +350,14 @@ def test_two_ranks_capture_the_same_sizes_in_the_same_order_and_replay_what_they
     assert [rank.returncode for rank in ranks] == [0, 0], said
     first, second = (json.loads((tmp_path / f"graphs-{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    for name in ("gpt_neox", "mixtral"):
+    for name in names:
         assert first[name]["sizes"] == [4, 2, 1]
         assert first[name]["greedy"] == generate(Runner(load(tmp_path / name, 1, ALONE), ALONE), ALONE)
         assert first[name]["drawn"] == first[name]["drawn eager"] != first[name]["greedy"]
         for how in ("greedy", "drawn", "drawn without penalties"):
             assert first[name][f"{how} ahead"] == first[name][how]
     layers = SMALL["gpt_neox"]["num_hidden_layers"]
+    assert first["gpt_neox layers"]["exchanged"] == first["gpt_neox"]["exchanged"], "in the layers' form of a GPU, too"
     for size, (step, gathering) in zip((4, 2, 1), first["gpt_neox"]["exchanged"], strict=True):
         *sums, likeliest = step
         assert {name for name, _ in sums} == {"c10d.allreduce_.default"}, "what layers sum is in the step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import shutil
 import socket
@@ -285,11 +286,13 @@ def test_room_is_counted_when_what_the_last_weights_lay_in_is_given_back(
 ) -> None:
     """A stream's freed memory is nobody else's: each exchange would find less."""
     served, order = Served(folders[0]), list[str]()
+    served.exchange._model = dataclasses.replace(served.exchange._model, steps_bytes=7)
     monkeypatch.setattr(gpus, "give_back", lambda _: order.append("given back"))
-    monkeypatch.setattr(gpus, "bytes_left", lambda *_: order.append("counted") or 5)  # type: ignore[func-returns-value]  # None is meant
+    monkeypatch.setattr(gpus, "bytes_left", lambda device, cache, steps: order.append(f"counted beside {steps}") or 5)  # type: ignore[func-returns-value]  # None is meant
     answer = served.exchange.answer(wire.Look(config_of(folders[1])))
     assert isinstance(answer, wire.Alike)
-    assert order == ["given back", "counted"]
+    assert answer.free_bytes == 5
+    assert order == ["given back", "counted beside 7"]
 
 
 @out_of_memory

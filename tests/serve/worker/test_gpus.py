@@ -124,22 +124,32 @@ def test_small_numbers_go_by_one_group_beside_that_of_gpus(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("free", "allocated", "kv_cache_gib", "left"),
+    ("free", "allocated", "reserved", "steps", "kv_cache_gib", "left"),
     [
-        (8, 71, None, 1),  # the cache has filled this process's share of 72 GiB: what the device has free is others'
-        (8, 73, None, 0),
-        (5, 40, None, 5),  # others hold more than what is beyond the share
-        (8, 71, 30.0, 8),  # a cache of a given size, without a limit on the process
+        (8, 71, 71, 0, None, 1),  # the cache has filled this process's share of 72 GiB: what the device has free is others'
+        (8, 71, 71, 1, None, 0),  # and what of the share is left was kept for steps
+        (12, 60, 68, 9, None, 3),  # of what graphs have of it no tensor is in at the moment
+        (8, 73, 73, 0, None, 0),
+        (5, 40, 40, 0, None, 5),  # others hold more than what is beyond the share
+        (5, 40, 42, 3, None, 4),
+        (8, 71, 71, 0, 30.0, 8),  # a cache of a given size, without a limit on the process
     ],
 )
-def test_what_is_left_of_a_gpu_is_within_the_share_of_the_process(
-    free: int, allocated: int, kv_cache_gib: float | None, left: int, monkeypatch: pytest.MonkeyPatch
+def test_what_is_left_of_a_gpu_is_within_the_share_of_the_process_and_what_steps_take_stays_theirs(
+    free: int,
+    allocated: int,
+    reserved: int,
+    steps: int,
+    kv_cache_gib: float | None,
+    left: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gib = 1 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated * gib)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved * gib)
     cache = CacheConfig(memory_fraction=0.9, kv_cache_gib=kv_cache_gib)
-    assert gpus.bytes_left(torch.device("cuda"), cache) == left * gib
+    assert gpus.bytes_left(torch.device("cuda"), cache, steps * gib) == left * gib
 
 
 def test_a_gpu_without_a_number_is_the_current_one() -> None:

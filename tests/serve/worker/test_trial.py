@@ -67,6 +67,7 @@ def test_blocks_are_counted_after_steps_were_captured_and_tried_and_the_model_ha
     model, _ = load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), trial=trial)
     each = sizing.bytes_per_block(model.survey, config, model.survey.heads.shared_heads(0).width, Stage())
     assert order == [("try", 33), ("count", 1 << 20)]
+    assert model.steps_bytes == 1 << 20, "which other weights are not to take"
     assert model.facts.num_blocks == min((2 << 20) // each, 4 * 512 // 16) > 33
     runner = Runner(model, ALONE)
     assert runner.graphs is not None
@@ -74,7 +75,14 @@ def test_blocks_are_counted_after_steps_were_captured_and_tried_and_the_model_ha
     assert generate(runner, ALONE) == generate(Runner(load(Path(config.model.path), 1, ALONE), ALONE), ALONE)
 
 
-def test_the_step_that_is_tried_is_the_largest_that_there_can_be(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("guesses", "split_spans"), [(0, [(510, 1, 0)] * 4), (3, [(507, 4, 3)] * 4), (15, [(495, 16, 15)] * 2)]
+)
+def test_the_step_that_is_tried_is_the_largest_that_there_can_be(
+    guesses: int, split_spans: list[tuple[int, int, int]], config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = dataclasses.replace(config.scheduler, speculative_tokens=guesses)
+    config = dataclasses.replace(config, scheduler=scheduler)
     plans: list[StepPlan] = []
     execute = Runner.execute
     monkeypatch.setattr(Runner, "execute", lambda runner, plan: plans.append(plan) or execute(runner, plan))
@@ -86,7 +94,8 @@ def test_the_step_that_is_tried_is_the_largest_that_there_can_be(config: ServerC
     largest, dropped, split, last = plans
     assert [span.count for span in largest.spans] == [8, 8, 8, 8]
     assert all(span.sample for span in largest.spans)
-    assert [(span.start, span.count) for span in split.spans] == [(510, 1)] * 4, "more than a share of each"
+    found = [(span.start, span.count, len(span.proposed)) for span in split.spans]
+    assert found == split_spans, "more than a share of each, with as many guessed tokens as a step has room for"
     for tried, after in ((largest, dropped), (split, last)):
         assert set(after.dropped) == {start.sequence for start in tried.starts}, "nothing of it stays"
 
@@ -108,7 +117,7 @@ def test_nothing_is_tried_where_it_would_decide_nothing(changed: dict[str, float
     [
         (60 * GIB, 0.9, 0, 72 * GIB - 20 * GIB - LIBRARIES_BYTES),
         (60 * GIB, 0.9, 5 * GIB, 72 * GIB - 25 * GIB - LIBRARIES_BYTES),
-        (30 * GIB, 0.9, 5 * GIB, 25 * GIB),
+        (30 * GIB, 0.9, 5 * GIB, 25 * GIB - LIBRARIES_BYTES),
         (30 * GIB, 0.45, 0, 36 * GIB - 20 * GIB - LIBRARIES_BYTES),
     ],
     ids=["alone", "room for steps", "another process has most of it", "half of a device that another server has half of"],
