@@ -143,8 +143,8 @@ def _obstacle(family: Family, rule: LengthRule | None, model: PreTrainedModel, d
         return f"experts in {model.dtype} are computed one after the other; in bfloat16 they are not"
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GROUPS:
         return "its experts are computed one after the other on a device of another compute capability than 9 and 10"
-    if device.type == "cuda" and any(cast(int, module.num_experts) == 1 for module in stacked_experts(model, family)):
-        return "the host counts the rows of an expert that is the only one of its rank"  # torch's histogram has no width then
+    if any(cast(int, module.num_experts) == 1 for module in stacked_experts(model, family)):  # a histogram without a range
+        return "the host counts the rows of an expert that is the only one of its rank"
     return ""
 
 

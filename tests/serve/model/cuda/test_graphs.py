@@ -44,10 +44,11 @@ def _looks(x: Tensor) -> Tensor:
         _looks, lambda x: x * bool(x.any()), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.masked_select(x > 0),
         lambda x: x + torch.tensor([1.0, 2.0, 3.0]), lambda x: x[[0, 1]], lambda x: x.unique(),
         lambda x: x.repeat_interleave(x.long().abs()), lambda x: x.masked_fill_(x > 0, 1.0).index_put_((x > 0,), x[0]),
+        lambda x: x.histc(4), lambda x: x.histc(1, min=0, max=0),
     ],
     ids=[
         "item", "bool", "mask", "nonzero", "masked_select", "numbers of the host", "an index of the host", "unique", "repeat",
-        "put by a mask",
+        "put by a mask", "histogram", "histogram of one number",
     ],
 )  # fmt: skip
 def test_a_step_that_waits_for_the_device_or_brings_numbers_of_the_host_is_not_captured(
@@ -56,6 +57,12 @@ def test_a_step_that_waits_for_the_device_or_brings_numbers_of_the_host_is_not_c
     x = torch.tensor([1.0, -2.0, 3.0])
     with pytest.raises(CaptureError, match="cannot be captured"):
         CpuGraph().capture(lambda: (step(x),))
+
+
+def test_a_histogram_of_a_range_that_is_told_is_captured() -> None:
+    x = torch.tensor([1.0, -2.0, 3.0])
+    (counts,) = CpuGraph().capture(lambda: (x.histc(4, min=0, max=3),))
+    assert counts.tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
