@@ -2,9 +2,9 @@
 
 ``python -m tests.serve.model.cuda.compiled`` compiles all variants for all architectures, two at a time, in a quarter of an
 hour, and keeps what a program of each takes in ``resources.json``: registers, bytes of stack (spilled registers) and of shared
-memory, how many of its instructions have a thread load fewer than four bytes, and how many multiply for a warp group. With the
-words ``NAME ...`` it prints those variants alone, as a JSON object by architecture. A process of its own, since Triton decides
-when the kernels are imported whether they are compiled.
+memory, columns of tensor memory (which 10.0 has), how many of its instructions have a thread load fewer than four bytes, and
+how many multiply for a warp group. With the words ``NAME ...`` it prints those variants alone, as a JSON object by
+architecture. A process of its own, since Triton decides when the kernels are imported whether they are compiled.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def _resources(
         "registers": registers,
         "stack": stack,
         "shared": made.metadata.shared,
+        "tensor_memory": getattr(made.metadata, "tmem_size", None) or 0,
         "narrow_loads": narrow,
         "group_products": grouped,
     }

@@ -13,10 +13,12 @@ from typing import Any, Final
 _HERE: Final = Path(__file__).resolve().parent
 _CUDA: Final = _HERE.parents[3] / "serve" / "model" / "cuda"
 RECORD: Final = _HERE / "resources.json"
-"""By kind of kernel, architecture and variant: registers, bytes of stack and of shared memory, narrow loads, products of warp
-groups; ``of`` what."""
+"""By kind of kernel, architecture and variant: registers, bytes of stack and of shared memory, columns of tensor memory, narrow
+loads, products of warp groups; ``of`` what."""
 SHARED_BYTES: Final = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """What a program may have at most, by compute capability: the architectures that are compiled for."""
+TENSOR_MEMORY_COLUMNS: Final = {100: 512}
+"""What a program may have of it at most, by compute capability; the others have none."""
 _SOURCES: Final = (
     *(_CUDA / name for name in ("kernels.py", "layers.py", "linear.py", "linear_kernels.py", "norm_kernels.py", "tiling.py")),
     *(_HERE / name for name in ("compiled.py", "variants.py")),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.model.cuda.processes import told_by
-from tests.serve.model.cuda.resources import SHARED_BYTES, decided_by, recorded
+from tests.serve.model.cuda.resources import SHARED_BYTES, TENSOR_MEMORY_COLUMNS, decided_by, recorded
 from tests.serve.model.cuda.variants import FP8_FROM, Variant, attention_variants
 
 AGAIN = ("bf16, head size 256, prefill, groups of 4, all rules", "int4, bf16, 64 rows")
@@ -30,10 +30,12 @@ def test_what_is_compiled_now_takes_what_the_record_says() -> None:
 
 
 @pytest.mark.parametrize("architecture", SHARED_BYTES)
-def test_no_kernel_spills_a_register_and_each_fits_into_shared_memory(architecture: int) -> None:
+def test_no_kernel_spills_a_register_and_each_fits_into_a_multiprocessor_s_memory(architecture: int) -> None:
     found = _recorded_for(architecture)
     assert {name: told for name, told in found.items() if told["stack"]} == {}
     assert {name: told for name, told in found.items() if told["shared"] > SHARED_BYTES[architecture]} == {}
+    most = TENSOR_MEMORY_COLUMNS.get(architecture, 0)
+    assert {name: told for name, told in found.items() if told["tensor_memory"] > most} == {}, "Triton refuses to launch it"
     assert all(0 < told["registers"] <= 255 for told in found.values())
 
 
