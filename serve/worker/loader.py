@@ -164,9 +164,7 @@ def load_rank(
         kernels=kernels,
     )
     if tried is not None:
-        taken = tried(rank_model, ranks)
-        rank_model = with_blocks(rank_model, config, ranks, count(None, steps_bytes=taken))
-        rank_model = dataclasses.replace(rank_model, steps_bytes=taken)
+        rank_model = with_blocks(rank_model, config, ranks, count(None, steps_bytes=tried(rank_model, ranks)))
     return rank_model, ranks
 
 
@@ -193,7 +191,7 @@ def with_blocks(model: RankModel, config: ServerConfig, ranks: Ranks, blocks: Bl
     enlarge(model.caches, _blank(model.survey, blocks, config, ranks, model.device, keys_by_position=by_position))
     most = min(model.survey.max_model_len, blocks.count * model.facts.block_tokens)
     facts = dataclasses.replace(model.facts, num_blocks=blocks.count, max_model_len=most, cache_memory=blocks.memory)
-    return dataclasses.replace(model, facts=facts)
+    return dataclasses.replace(model, facts=facts, steps_bytes=blocks.steps_bytes)
 
 
 def _blank(

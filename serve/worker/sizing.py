@@ -52,6 +52,8 @@ class Blocks:
     """Key/value heads in each."""
     memory: str
     """What they take of what, in words."""
+    steps_bytes: int = 0
+    """What they leave to steps of a device."""
 
 
 def is_measured(config: ServerConfig, device: torch.device) -> bool:
@@ -117,4 +119,4 @@ def choose_blocks(
     told = f"{count * each / GIB:.2f} of {memory}"
     if plan.cache_dtype != plan.blueprint.dtype:
         told += f", in {str(plan.cache_dtype).removeprefix('torch.')}"
-    return Blocks(count=count, kv_heads=kv_heads, memory=told)
+    return Blocks(count=count, kv_heads=kv_heads, memory=told, steps_bytes=steps_bytes)
