@@ -11,8 +11,8 @@ There are four parts, in this order:
   read (all weights but the embedding, and the keys and values of all sequences) by the device's nominal bandwidth, over the
   step's seconds.
 * ``peers``: of the cells that were measured, tokens a second of transformers' ``generate`` on the same prompts, and of its
-  continuous batching; then of that in CUDA graphs, which it leaves off by itself where flash-attn is not installed. The bar is
-  held to the faster of the two, and the head of the record says by which attention it computed.
+  continuous batching, as it is by default and in CUDA graphs, which it leaves off by itself where flash-attn is not installed.
+  The bar is held to the faster of the two, and the head of the record says by which attention it computed.
 * ``smaller``: some cells of the larger shape with weights of fp8, int8 and int4, and with keys and values of fp8.
 * ``waiting``: the share of a step in which the device waits for the host: what is left of the step's seconds without those in
   which the device computes or copies anything, or is between two operations that it has both been given, by torch's profiler.
@@ -58,7 +58,7 @@ from benchmarks.gpu_decoding import (
     waits_of,
 )  # fmt: skip
 from benchmarks.gpu_machine import versions
-from benchmarks.gpu_peers import attention_of, by_default, in_graphs, read_peer
+from benchmarks.gpu_peers import attention_of, by_transformers, read_peer
 from benchmarks.gpu_record import Record, result_file, why
 from benchmarks.pretrained import Generates
 from finetune.model.pretrained import new_model
@@ -252,30 +252,26 @@ class Benchmark:
 
     def _beside(self) -> None:
         """The larger model first, of which most is claimed."""
-        for way in (by_default, in_graphs):
-            for model in reversed(self._programme.models):
-                self._beside_each(model, way)
+        for model in reversed(self._programme.models):
+            peer: Generates | None = None
+            failures = 0
+            for row in self._measured(model):
+                if self._is_over("peers"):
+                    self._record.put(model.name, row, "transformers", {"not_run": NOT_RUN})
+                    continue
+                try:
+                    peer = peer or read_peer(self._folder(model), self._programme.dtype, self._programme.device)
+                except Exception as error:  # as above
+                    self._record.put(model.name, row, "transformers", {"failed": why(error)})
+                    continue
+                asked = prompts(row["batch"], row["context"], model.sizes["vocab_size"])
+                told = by_transformers(peer, asked, self._steps, self._programme.device)
+                self._record.put(model.name, row, "transformers", told)
+                failures += "failed" in str(told)
+                if "failed" in str(told) and failures < MOST_LOADS:  # what it changed of the model for it may have stayed
+                    peer = None
                 self._give_back()
-
-    def _beside_each(self, model: Model, way: Callable[[Generates, list[list[int]], int, str], Row]) -> None:
-        peer: Generates | None = None
-        failures = 0
-        for row in self._measured(model):
-            before = row.get("transformers", {})
-            if self._is_over("peers"):
-                self._record.put(model.name, row, "transformers", before or {"not_run": NOT_RUN})
-                continue
-            try:
-                peer = peer or read_peer(self._folder(model), self._programme.dtype, self._programme.device)
-            except Exception as error:  # as above
-                self._record.put(model.name, row, "transformers", before or {"failed": why(error)})
-                continue
-            asked = prompts(row["batch"], row["context"], model.sizes["vocab_size"])
-            told = way(peer, asked, self._steps, self._programme.device)
-            self._record.put(model.name, row, "transformers", before | told)
-            failures += "failed" in str(told)
-            if "failed" in str(told) and failures < MOST_LOADS:  # what it changed of the model for it may have stayed
-                peer = None
+            del peer
             self._give_back()
 
     def _wait(self) -> None:

@@ -29,7 +29,7 @@ from benchmarks.gpu_record import why
 from finetune.machine import inventory, ops
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PACKAGES: Final = ("torch", "deepspeed", "transformers", "triton", "nvidia-ml-py", "liger-kernel")
+PACKAGES: Final = ("torch", "deepspeed", "transformers", "triton", "nvidia-ml-py", "liger-kernel", "flash-attn", "kernels")
 MOST_SECONDS: Final = 240.0
 """For the speeds: of it, DeepSpeed's CPU Adam may take a minute to be built."""
 ADAM_BYTES: Final = 28

@@ -9,13 +9,12 @@ from typing import Any, Final
 
 import torch
 from transformers import ContinuousBatchingConfig
-from transformers.utils.import_utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from benchmarks.gpu_record import BATCHING, why
 from benchmarks.peers import System, TransformersContinuousBatching, TransformersGenerate
 from benchmarks.pretrained import Generates, read_model
 
-FLASH: Final = "flash_attention_2"
 BATCHING_IN_GRAPHS: Final = f"{BATCHING}, in CUDA graphs"
 """With graphs and asynchronous batching asked for, which it leaves off by itself where it has no flash attention."""
 
@@ -24,7 +23,9 @@ Row = dict[str, Any]
 
 def attention_of(device: str) -> str:
     """The fastest attention that transformers has here: flash-attn's where that is installed, else torch's."""
-    return FLASH if device == "cuda" and is_flash_attn_2_available() else "sdpa"
+    if device == "cuda" and is_flash_attn_3_available():
+        return "flash_attention_3"
+    return "flash_attention_2" if device == "cuda" and is_flash_attn_2_available() else "sdpa"
 
 
 def read_peer(folder: Path, dtype: str, device: str) -> Generates:
@@ -36,22 +37,24 @@ def read_peer(folder: Path, dtype: str, device: str) -> Generates:
     return read_model(folder, dtype, device, attention=attention_of(device))
 
 
-def by_default(model: Generates, prompts: list[list[int]], steps: int, device: str) -> Row:
-    """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token."""
+def by_transformers(model: Generates, prompts: list[list[int]], steps: int, device: str) -> Row:
+    """Tokens a second of ``generate`` and of continuous batching, without the prompts: each is also run for one token.
+
+    Where it would leave CUDA graphs off, continuous batching is run with them as well.
+    """
     systems: dict[str, Callable[[], System]] = {
         "generate": lambda: TransformersGenerate(model),
         BATCHING: lambda: TransformersContinuousBatching(model, _room(device)),
     }
+    if attention_of(device) == "sdpa":
+        systems[BATCHING_IN_GRAPHS] = lambda: TransformersContinuousBatching(model, _in_graphs(device))
     return {name: _measured(make, prompts, steps, device) for name, make in systems.items()}
 
 
-def in_graphs(model: Generates, prompts: list[list[int]], steps: int, device: str) -> Row:
-    """Likewise, of continuous batching with what makes it faster than it is by default; nothing where that is its default."""
-    if attention_of(device) == FLASH:
-        return {}
-    room = _room(device) or ContinuousBatchingConfig()
-    room.use_cuda_graph = room.use_async_batching = device == "cuda"
-    return {BATCHING_IN_GRAPHS: _measured(lambda: TransformersContinuousBatching(model, room), prompts, steps, device)}
+def _in_graphs(device: str) -> ContinuousBatchingConfig:
+    asked = _room(device) or ContinuousBatchingConfig()
+    asked.use_cuda_graph = asked.use_async_batching = device == "cuda"
+    return asked
 
 
 def _room(device: str) -> ContinuousBatchingConfig | None:

@@ -149,9 +149,10 @@ fastest way."""
 def bars_of(shapes: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
     """What was measured of each bar, by shape, and whether it was met; ``None`` where nothing was measured of it.
 
-    Cells that did not fit, failed or were not run count for nothing, and are named.
+    Cells that did not fit, failed or were not run count for nothing, and are named. Smaller weights and caches, whose names
+    have a comma, are held to none.
     """
-    return {name: _of_shape(rows) for name, rows in shapes.items()}
+    return {name: _of_shape(rows) for name, rows in shapes.items() if "," not in name}
 
 
 def fastest_batching(told: Row) -> float | None:

@@ -15,11 +15,11 @@ the cheapest proof first:
 At the head of the record is what the machine is (``gpu_machine``): versions, ``tessera-finetune doctor``, copies between pinned
 memory and the device, and DeepSpeed's CPU Adam. Each run has the device's busy share in its steps (``gpu_watch``).
 
-The record is written anew after each case. All of it ends within ``--minutes``: a case has what is left of them, at most a
-quarter of an hour. One that takes longer is ended and recorded as failed, with what it had. Each part has a share of the time
-(``MINUTES``), after which none of its cases begins, so that every part has results; those are recorded as not run, and
-``--parts`` makes them in another call. ``--rehearse`` makes the same runs with tiny shapes on the CPU; what needs
-CUDA, or differs in fp32 alone, is recorded as left out.
+The record is written anew after each case. All of it ends within ``--minutes``. Each part has a share of them (``MINUTES``),
+after which none of its cases begins: those are recorded as not run, and ``--parts`` makes them in another call. A case has what
+is left of its part and a minute more, at most a quarter of an hour: one that takes longer is ended and recorded as failed, with
+what it had. ``--rehearse`` makes the same runs with tiny shapes on the CPU; what needs CUDA, or differs in fp32 alone, is
+recorded as left out.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ TINY_ON_DISK: Final = shape(2, 128, 2, 1024)
 """Smaller tensors stay in memory."""
 CASE_SECONDS: Final = 900.0
 """No case takes longer."""
+LATE_SECONDS: Final = 60.0
+"""What began in a part's time has so long after it."""
 MINUTES: Final = {"exact": 3.0, "ways": 2.0, "fits": 2.5, "rows": 1.0, "disk": 1.0}
 """Of ten, less half of one, what each part has; of more or fewer in proportion, and what one leaves the next ones have."""
 
@@ -319,8 +321,9 @@ def measured(
         if rehearse and (case.needs_cuda or case.precision == "fp32"):
             yield row | {"left_out": "it needs a CUDA device" if case.needs_cuda else "rehearsed in bf16"}
             continue
-        left = ends - time.monotonic()
-        if left <= 0 or time.monotonic() >= (until or {}).get(case.part, ends):
+        now, last = time.monotonic(), (until or {}).get(case.part, ends)
+        left = min(ends, last + LATE_SECONDS) - now
+        if now >= last:
             yield row | {"not_run": f"its time was over: --parts {case.part}"}
             continue
         with tempfile.TemporaryDirectory(dir=scratch, prefix=f"{number}-") as folder:

@@ -100,6 +100,7 @@ def sizes_to_capture(
     if not ranks.smallest(int(not why)):
         why = why or "another rank cannot capture its own, and its line in the log says why"
     if why and wanted == "on":
+        _LOG.warning("decoding steps cannot be captured: %s", why)  # another rank's answer may be the one that is told
         raise ConfigError(f"kernels.cuda_graphs is on; {why}: choose auto, or off")
     if why:
         _LOG.info("decoding steps are not captured: %s", why)

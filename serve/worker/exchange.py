@@ -19,6 +19,7 @@ from serve.model.weight_memory import gather_pages
 from serve.worker import gpus, wire
 from serve.worker.canary import forward_fault
 from serve.worker.device_faults import is_out_of_memory
+from serve.worker.kv_cache import LIBRARIES_BYTES
 from serve.worker.loader import RankModel, Survey, opened, survey
 from serve.worker.packing import Packing
 from serve.worker.parallel import Ranks
@@ -94,9 +95,9 @@ class Exchange:
             checkpoint.close()
             return wire.Differs(difference)
         self._candidate = _Candidate(config, checkpoint, found)
-        device, steps_bytes = self._model.device, self._model.steps_bytes
+        device, kept = self._model.device, self._model.steps_bytes + LIBRARIES_BYTES
         gpus.give_back(device)  # where the last weights lay: nothing but steps would be put there again
-        left = gpus.bytes_left(device, self._config.cache, steps_bytes)
+        left = gpus.bytes_left(device, self._config.cache, kept)
         return wire.Alike(self._model.filler.num_bytes, left, checkpoint.step)
 
     def _prepare(self, number: int, beside: bool) -> wire.Report:

@@ -41,21 +41,21 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.memory_available()
 
 
-def bytes_left(device: torch.device, cache: CacheConfig, steps_bytes: int = 0) -> int:
+def bytes_left(device: torch.device, cache: CacheConfig, kept_bytes: int = 0) -> int:
     """What this process may still fill with tensors beside those it holds: of a GPU no more than ``take`` lets it have.
 
-    Room that the allocator keeps and no tensor is in counts as free within that share, but for what steps will take of it.
+    Room that the allocator keeps and no tensor is in counts as free within that share, but for what is kept.
 
     Args:
-        steps_bytes: what captured steps and the largest step take of a GPU, which was kept free when the blocks were counted.
+        kept_bytes: what was kept free of a GPU when its blocks were counted: for steps and libraries.
     """
     free = free_bytes(device)
     if device.type != "cuda" or cache.kv_cache_gib is not None:
         return free
     share = int(cache.memory_fraction * torch.cuda.mem_get_info(device)[1])
     allocated = torch.cuda.memory_allocated(device)
-    kept = torch.cuda.memory_reserved(device) - allocated
-    return max(0, min(free + kept, share - allocated) - steps_bytes)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    return max(0, min(free + unused, share - allocated) - kept_bytes)
 
 
 def reserved_bytes(device: torch.device) -> int:

@@ -72,55 +72,62 @@ def largest_step(config: ServerConfig, model: RankModel) -> StepPlan:
 def split_step(config: ServerConfig, model: RankModel) -> StepPlan:
     """The plan of a step of one token of each sequence that may run, each so long that its positions are split.
 
-    What decoding takes for the parts is the more, the more tokens there are, guessed ones among them, however long sequences
-    are; prompts are not split. Blocks are the same, over and over, as above.
+    What decoding takes for the parts is the more, the more tokens there are, however long sequences are; prompts are not split.
+    So as many tokens are guessed besides as a step may have of all sequences together, whoever guesses, and the fewest of each.
+    Blocks are the same, over and over, as above.
     """
-    guesses = config.scheduler.speculative_tokens  # whoever guesses
-    count = min(config.scheduler.max_num_seqs, max(1, config.scheduler.max_step_tokens // (1 + guesses)))
-    length = max(1, min(2 * SHARE_POSITIONS, model.facts.max_model_len - 1 - guesses))
+    budget, wanted = config.scheduler.max_step_tokens, config.scheduler.speculative_tokens
+    count = min(config.scheduler.max_num_seqs, budget)
+    guesses = _spread(min(wanted, budget - count), count)
+    length = max(1, min(2 * SHARE_POSITIONS, model.facts.max_model_len - 1 - max(guesses)))
     ids = tuple(place % model.facts.vocab_size for place in range(length))
-    covered = -(-(length + guesses) // model.facts.block_tokens)
-    blocks = tuple(BlockId(block % model.facts.num_blocks) for block in range(covered))
     starts, spans = [], []
-    for number in range(count):
+    for number, own in enumerate(guesses):
         sequence = SequenceId(-2 - number)
         starts.append(
             Start(sequence=sequence, index=0, token_ids=ids, num_prompt_tokens=length, sampling=SamplingParams(temperature=0.0))
         )
+        covered = -(-(length + own) // model.facts.block_tokens)
         spans.append(
             Span(
                 sequence=sequence,
                 start=length - 1,
-                count=1 + guesses,
-                new_blocks=blocks,
+                count=1 + own,
+                new_blocks=tuple(BlockId(block % model.facts.num_blocks) for block in range(covered)),
                 sample=True,
-                proposed=(0,) * guesses,
+                proposed=(0,) * own,
             )
         )
     return StepPlan(step=3, starts=tuple(starts), spans=tuple(spans))
 
 
 def guessed_step(config: ServerConfig, model: RankModel, largest: StepPlan) -> StepPlan:
-    """The step after the largest one in which as many of its sequences as a step has room for guess as much as they may."""
-    guesses, block_tokens = _guesses(config), model.facts.block_tokens
+    """The step after the largest one in which the draft model guesses for as many of its sequences as it may."""
+    budget, wanted, block_tokens = config.scheduler.max_step_tokens, _guesses(config), model.facts.block_tokens
+    count = max(1, min(len(largest.spans), budget - wanted))
     spans = []
-    for before in largest.spans[: max(1, config.scheduler.max_step_tokens // (1 + guesses))]:
-        end = before.count + 1 + guesses
+    for before, own in zip(largest.spans, _spread(min(wanted, budget - count), count), strict=False):
+        end = before.count + 1 + own
         blocks = tuple(BlockId(block) for block in range(len(before.new_blocks), -(-end // block_tokens)))
         spans.append(
             Span(
                 sequence=before.sequence,
                 start=before.count,
-                count=1 + guesses,
+                count=1 + own,
                 new_tokens=(0,),
                 new_blocks=blocks,
                 sample=True,
-                proposed=(DRAFTED,) * guesses,
+                proposed=(DRAFTED,) * own,
             )
         )
     return StepPlan(step=1, spans=tuple(spans))
 
 
+def _spread(guesses: int, sequences: int) -> list[int]:
+    """So many guesses of a step, which all its sequences share, as evenly as they can be."""
+    return [guesses // sequences + (number < guesses % sequences) for number in range(sequences)]
+
+
 def _guesses(config: ServerConfig) -> int:
-    """How many tokens a draft model guesses of a sequence in one step; 0 without one."""
+    """How many tokens a draft model guesses in one step, of all sequences together; 0 without one."""
     return config.scheduler.speculative_tokens if config.model.draft_model else 0

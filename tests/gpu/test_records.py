@@ -157,7 +157,8 @@ def test_bars_are_held_to_the_worst_context_and_to_nothing_that_was_not_measured
         row(256, 8, 0.49, 0.2, 50.0, 100.0),
         {"batch": 1, "context": 99, "not_run": "x"},
     ]
-    bars = bars_of({"one": rows, "none": []})
+    bars = bars_of({"one": rows, "none": [], "one, int8": rows})
+    assert bars.keys() == {"one", "none"}, "smaller weights read fewer bytes, and are held to none"
     assert [(bar["measured"], bar["met"]) for bar in bars["one"].values()] == [
         (0.66, True), (0.49, False), (3.0, True), (0.2, False),
     ]  # fmt: skip

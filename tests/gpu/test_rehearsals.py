@@ -99,30 +99,35 @@ def test_answers_of_transformers_that_failed_are_no_speed(given: list[int]) -> N
         def generate_batch(self, inputs: list[list[int]], **_: object) -> dict[str, Any]:
             return {str(number): SimpleNamespace(generated_tokens=given) for number, _ in enumerate(inputs)}
 
-    told = gpu_peers.by_default(cast("Generates", Failing()), [[1, 2], [3, 4]], 8, "cpu")
+    told = gpu_peers.by_transformers(cast("Generates", Failing()), [[1, 2], [3, 4]], 8, "cpu")
     assert told["continuous_batching"]["failed"].startswith("AssertionError: continuous batching gave [")
     assert "failed" not in str(told["generate"])
 
 
-@pytest.mark.parametrize("has_flash", [False, True])
+@pytest.mark.parametrize(("flash", "attention"), [((), "sdpa"), ((2,), "flash_attention_2"), ((2, 3), "flash_attention_3")])
 def test_transformers_is_measured_by_its_fastest_attention_and_in_graphs_where_it_leaves_them_off(
-    has_flash: bool, monkeypatch: pytest.MonkeyPatch
+    flash: tuple[int, ...], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[bool, bool]] = []
+    asked: list[tuple[bool, bool] | None] = []
 
     class Peer:
+        device = torch.device("cpu")
+
         def generate_batch(
-            self, inputs: list[list[int]], continuous_batching_config: ContinuousBatchingConfig, **_: object
+            self, inputs: list[list[int]], continuous_batching_config: ContinuousBatchingConfig | None, **_: object
         ) -> dict[str, Any]:
-            asked.append((continuous_batching_config.use_cuda_graph, continuous_batching_config.use_async_batching))
+            told = continuous_batching_config
+            asked.append(None if told is None else (told.use_cuda_graph, told.use_async_batching))
             raise RuntimeError("no device")
 
-    monkeypatch.setattr(gpu_peers, "is_flash_attn_2_available", lambda: has_flash)
-    assert gpu_peers.attention_of("cuda") == ("flash_attention_2" if has_flash else "sdpa")
+    for version in (2, 3):
+        monkeypatch.setattr(gpu_peers, f"is_flash_attn_{version}_available", lambda version=version: version in flash)
+    assert gpu_peers.attention_of("cuda") == attention
     assert gpu_peers.attention_of("cpu") == "sdpa"
-    told = gpu_peers.in_graphs(cast("Generates", Peer()), [[1]], 2, "cuda")
-    failed = {gpu_peers.BATCHING_IN_GRAPHS: {"failed": "RuntimeError: no device"}}
-    assert (told, asked) == (({}, []) if has_flash else (failed, [(True, True)]))
+    told = gpu_peers.by_transformers(cast("Generates", Peer()), [[1]], 2, "cuda")
+    assert told["continuous_batching"] == {"failed": "RuntimeError: no device"}
+    assert (gpu_peers.BATCHING_IN_GRAPHS in told) == (not flash)
+    assert asked == ([None] if flash else [None, (True, True)])
 
 
 def test_superoffload_is_timed_where_it_overlaps_and_compared_where_gradients_are_clipped() -> None:

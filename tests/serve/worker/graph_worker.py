@@ -81,6 +81,7 @@ def prepared(wanted: str) -> torch.device:
 def compared(folder: Path, ranks: Ranks, dtype: str, device: torch.device, **model: str) -> dict[str, object]:
     """What is told of one folder; ``model`` as ``ModelConfig`` has it."""
     loaded = load_captured(folder, ranks, dtype, device=device, **model)
+    assert loaded.survey.whole_experts == (model.get("experts") == "whole")
     mine: dict[str, object] = {"greedy": tokens_of_both_ways(loaded, ranks, pytest.MonkeyPatch())}
     runner = Runner(loaded, ranks)
     assert runner.graphs is not None
@@ -105,9 +106,10 @@ def main(rank: int, size: int, root: Path, wanted: str, dtype: str) -> None:
     told = dict[str, dict[str, object]]()
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         _, *how = folder.name.split()
-        with layers_of_a_gpu() if "layers" in how else nullcontext():
+        with layers_of_a_gpu() if "layers" in how else nullcontext({}) as kernels:
             model = {"experts": "whole"} if "whole" in how else {}
             told[folder.name] = compared(folder, ranks, dtype, device, **model)
+        assert ("layers" in how) == any(kernel.launches for kernel in kernels.values())
     (root / f"graphs-{rank}.json").write_text(json.dumps(told))
     os._exit(0)  # as ranks end: NCCL would wait for the graphs that hold its exchanges
 

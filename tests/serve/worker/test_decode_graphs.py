@@ -257,8 +257,10 @@ def test_where_one_rank_cannot_capture_none_does_and_each_says_why(tmp_path: Pat
     assert [record.getMessage().partition(": ")[2].partition(",")[0] for record in caplog.records[-2:]] == [mine, others]
     on = dataclasses.replace(auto, kernels=KernelsConfig(cuda_graphs="on"))
     for attention, why in (("triton", mine), ("torch", others)):
+        caplog.clear()
         with pytest.raises(ConfigError, match=rf"^kernels.cuda_graphs is on; {why}"):
             sizes(on, attention)
+        assert why in caplog.text, "whose answer is the first is nobody's choice"
 
 
 @pytest.mark.parametrize("changed", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}], ids=["int4 weights", "int8 cache"])

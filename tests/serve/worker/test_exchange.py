@@ -27,6 +27,7 @@ from serve.model.slice_reading import SliceReader
 from serve.model.weight_memory import _Mapping
 from serve.worker import gpus, wire
 from serve.worker.exchange import Exchange
+from serve.worker.kv_cache import LIBRARIES_BYTES
 from serve.worker.loader import Stopwatch, load_rank
 from serve.worker.orders import Orders
 from serve.worker.packing import Packing
@@ -288,11 +289,11 @@ def test_room_is_counted_when_what_the_last_weights_lay_in_is_given_back(
     served, order = Served(folders[0]), list[str]()
     served.exchange._model = dataclasses.replace(served.exchange._model, steps_bytes=7)
     monkeypatch.setattr(gpus, "give_back", lambda _: order.append("given back"))
-    monkeypatch.setattr(gpus, "bytes_left", lambda device, cache, steps: order.append(f"counted beside {steps}") or 5)  # type: ignore[func-returns-value]  # None is meant
+    monkeypatch.setattr(gpus, "bytes_left", lambda device, cache, kept: order.append(f"counted beside {kept}") or 5)  # type: ignore[func-returns-value]  # None is meant
     answer = served.exchange.answer(wire.Look(config_of(folders[1])))
     assert isinstance(answer, wire.Alike)
     assert answer.free_bytes == 5
-    assert order == ["given back", "counted beside 7"]
+    assert order == ["given back", f"counted beside {7 + LIBRARIES_BYTES}"]
 
 
 @out_of_memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from serve.config import CacheConfig, KernelsConfig, SchedulerConfig, ServerConfig
 from serve.engine.plan import Span, StepPlan
+from serve.model.cuda.tiling import cut
 from serve.model.heads import Stage
 from serve.worker import gpus, sizing
 from serve.worker.drafting import Drafting, draft_bytes_per_block, with_blocks_of
@@ -76,7 +78,13 @@ def test_blocks_are_counted_after_steps_were_captured_and_tried_and_the_model_ha
 
 
 @pytest.mark.parametrize(
-    ("guesses", "split_spans"), [(0, [(510, 1, 0)] * 4), (3, [(507, 4, 3)] * 4), (15, [(495, 16, 15)] * 2)]
+    ("guesses", "split_spans"),
+    [
+        (0, [(510, 1, 0)] * 4),
+        (3, [(509, 2, 1)] * 3 + [(509, 1, 0)]),
+        (15, [(506, 5, 4)] * 3 + [(506, 4, 3)]),
+        (64, [(503, 8, 7)] * 4),
+    ],
 )
 def test_the_step_that_is_tried_is_the_largest_that_there_can_be(
     guesses: int, split_spans: list[tuple[int, int, int]], config: ServerConfig, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +103,9 @@ def test_the_step_that_is_tried_is_the_largest_that_there_can_be(
     assert [span.count for span in largest.spans] == [8, 8, 8, 8]
     assert all(span.sample for span in largest.spans)
     found = [(span.start, span.count, len(span.proposed)) for span in split.spans]
-    assert found == split_spans, "more than a share of each, with as many guessed tokens as a step has room for"
+    assert found == split_spans, "more than a share of each, with the guesses of a step shared out"
+    short, long = cut((0, *itertools.accumulate(span.count for span in split.spans)), range(4), 8, 64)
+    assert (len(short), long) == (4, []), "of which no sequence has so many that its positions are not split"
     for tried, after in ((largest, dropped), (split, last)):
         assert set(after.dropped) == {start.sequence for start in tried.starts}, "nothing of it stays"
 
@@ -178,7 +188,7 @@ def test_a_draft_model_is_there_and_guesses_before_blocks_are_counted_and_has_as
     beside = draft_bytes_per_block(config, 0, CPU)
     trial = _trial(config, Progress(), drafts)
     model, _ = load_rank(config, 0, CPU, lambda: ALONE, Stopwatch(), beside=beside, trial=trial)
-    assert guessed == [(3, 3, 3, 3)], "of as many sequences as run at once"
+    assert guessed == [(1, 1, 1)], "of as many sequences as a step has guesses for"
     assert counted == [1], "after the draft model was there and had guessed"
     draft = with_blocks_of(model, drafts[0], config)
     assert draft is not None
