@@ -45,7 +45,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu_machine import machine
-from benchmarks.gpu_record import result_file, write
+from benchmarks.gpu_record import result_file, why, write
 from benchmarks.gpu_watch import Use, Watch, use_of
 from finetune.forecast.memory import CONTEXT_BYTES
 from finetune.machine.nvme import MEASURED as DISK_MEASURED
@@ -177,7 +177,12 @@ def tree_of(case: Case, folder: Path, text: Path, *, rehearse: bool) -> Tree:
         "batch": {"micro": case.micro},
         "activations": dict(case.activations),
         "schedule": {"steps": steps},
-        "save": {"resume_state": case.resumed, "every": steps // 2 if case.resumed else steps},
+        # Of what is kept, and one more while it is written, a run must have room on the disk.
+        "save": {
+            "resume_state": case.resumed,
+            "every": steps // 2 if case.resumed else steps,
+            "keep": 2 if case.resumed else 1,
+        },
         "log": {"every": 1, "report": False},
         "run": {"output": str(folder / "run"), "device": "cpu" if rehearse else "cuda", "precision": case.precision},
         **case.way,
@@ -202,6 +207,7 @@ def run(
     environment, warming = dict(os.environ), 1 if rehearse else 2  # the first allocate, and compile
     if case.device_gib and not rehearse:
         share = min(1.0, case.device_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+        environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # which torch would read in its place
         environment["PYTORCH_ALLOC_CONF"] = f"per_process_memory_fraction:{share:.4f}"
     watch = Watch(output / LOG, range(warming, steps_of(case, rehearse=rehearse)), use, with_disk=case.part == "disk")
     for words in (["tune", str(config)], ["tune", str(config), "--resume"])[: 2 if case.resumed else 1]:
@@ -327,11 +333,16 @@ def measured(
             yield row | {"not_run": f"its time was over: --parts {case.part}"}
             continue
         with tempfile.TemporaryDirectory(dir=scratch, prefix=f"{number}-") as folder:
-            row |= run(case, Path(folder), text, min(CASE_SECONDS, left), rehearse=rehearse, use=use)
+            try:
+                row |= run(case, Path(folder), text, min(CASE_SECONDS, left), rehearse=rehearse, use=use)
+            except Exception as error:  # whatever a run left of itself, the others are made
+                row["failed"] = why(error)
         losses[case.name] = row.get("losses", [])
         if case.nears and losses.get(case.nears) and row.get("losses"):
-            pairs = zip(row["losses"], losses[case.nears], strict=True)
+            pairs = list(zip(row["losses"], losses[case.nears], strict=False))
             row["furthest_loss"] = max(abs(mine - others) for mine, others in pairs)
+            if len(row["losses"]) != len(losses[case.nears]):
+                row["failed"] = f"it has the losses of {len(row['losses'])} steps, and the other of {len(losses[case.nears])}"
         if "mean_step_seconds" in row:  # ZenFlow's every fourth step takes longer
             seconds[case.name] = row["mean_step_seconds"]
             if case.beats in seconds:

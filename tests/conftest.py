@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     After ``LONGEST`` come the others, those of many tests first. pytest-xdist keeps this order with ``--no-loadscope-reorder``.
     """
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") or config.option.markexpr == "gpu":  # whose tests are in an order of their own
         return
     files = {item.nodeid: item.nodeid.partition("::")[0] for item in items}
     tests = collections.Counter(files.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve.types import SamplingParams
-from tests.chaos.history import NUM_SCRIPTS, Call, judge, script
+from tests.chaos.history import NUM_SCRIPTS, Call, judge, script, was_unavailable
 from tests.support import reference
 from tests.support.decisive import is_decisive
 from tests.support.models import save
@@ -40,6 +40,24 @@ def test_a_call_that_said_all_of_it_once_is_well() -> None:
 def test_what_is_cut_short_doubled_or_lost_is_not(made: Call, lost: dict[str, int], wrong: int) -> None:
     verdict = judge([call(), made], EXPECTED)
     assert (verdict.lost, verdict.wrong) == (lost, wrong)
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong"),
+    [
+        (call(code="UNAVAILABLE"), 0),
+        (call(code="UNAVAILABLE", num_ends=2), 1),
+        (call(ids=[7, 8], code="UNAVAILABLE"), 1),
+        (call(ids=[7, 8, 8], code="UNAVAILABLE"), 1),
+    ],
+)
+def test_a_call_whose_server_died_after_its_last_event_has_said_all_of_it(
+    made: Call, wrong: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = judge([made], EXPECTED, was_unavailable)
+    assert (verdict.lost, verdict.wrong, verdict.excused) == ({}, wrong, {"UNAVAILABLE": 1})
+    assert judge([made], EXPECTED).wrong == 1, "where no server died it ends well"
+    assert "wrong: Call(script=3" in capsys.readouterr().err
 
 
 def test_no_two_scripts_are_alike_and_each_is_the_same_each_time() -> None:

@@ -253,9 +253,11 @@ def test_a_case_may_have_a_part_of_the_device_and_others_all_of_it(tmp_path: Pat
 
     def noted(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
         shares.append(env.get("PYTORCH_ALLOC_CONF"))
+        assert shares[-1] is None or "PYTORCH_CUDA_ALLOC_CONF" not in env, "which torch would read first"
         return subprocess.CompletedProcess(command, 1, "", "no device")
 
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     monkeypatch.setattr(subprocess, "run", noted)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=96 << 30))
     fits = [case for case in gpu_training.cases() if case.part == "fits"]
@@ -287,6 +289,26 @@ def test_every_part_begins_its_cases_within_its_share_and_says_how_to_make_the_o
     assert {why for part, why in left if part == "ways"} == {"its time was over: --parts ways"}
     of_two = gpu_training.shared_out({"rows", "ways"}, 10.0, 100.0)
     assert of_two == {"ways": 70.0, "rows": 100.0}, "nothing is kept for those that nobody asked for"
+
+
+def test_a_run_that_leaves_no_figures_or_others_steps_leaves_the_other_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = iter([{"losses": [3.0, 2.0]}, KeyError("device_bytes"), {"losses": [3.0]}, {"losses": [3.0, 2.5]}])
+
+    def runs(*_: object, **__: object) -> dict[str, Any]:
+        found = next(ends)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(gpu_training, "run", runs)
+    wanted = [case for case in gpu_training.cases() if case.part == "exact"][:4]
+    rows = list(gpu_training.measured(wanted, tmp_path, tmp_path / "text", float("inf"), rehearse=False))
+    assert [row.get("failed") for row in rows] == [
+        None, "KeyError: 'device_bytes'", "it has the losses of 1 steps, and the other of 2", None,
+    ]  # fmt: skip
+    assert rows[3]["furthest_loss"] == 0.5
 
 
 def test_no_run_has_more_than_a_quarter_of_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

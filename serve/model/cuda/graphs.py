@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 from weakref import ReferenceType, ref
 
@@ -75,6 +75,14 @@ class Graph(Protocol):
         ...
 
 
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An error, what was raised when it was raised, and so on."""
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__context__
+
+
 class CudaGraph:
     """A CUDA graph; those that are made with one pool share their memory.
 
@@ -102,9 +110,12 @@ class CudaGraph:
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 return step()
         except RuntimeError as error:
-            if is_out_of_device_memory(error):
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise CaptureError(str(error)) from error
+            # torch ends the capture before it hands on what broke it off, and then says that alone.
+            said = list(_behind(error))
+            full = next((each for each in said if is_out_of_device_memory(each)), None)
+            if full is not None:
+                raise torch.OutOfMemoryError(str(full)) from error
+            raise CaptureError("; then: ".join(str(each) for each in reversed(said))) from error
 
     def replay(self) -> None:
         """Launch all that was captured again, with what its inputs hold now; does not wait for the device."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -83,6 +83,36 @@ def test_a_capture_without_memory_is_told_apart_from_a_step_that_no_graph_can_ho
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     with pytest.raises(told_as, match=re.escape(str(error).partition("\n")[0])):
         CudaGraph(None).capture(fails)
+
+
+@pytest.mark.parametrize(
+    ("first", "told_as"),
+    [
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), CaptureError),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), torch.OutOfMemoryError),
+        (ValueError("no such size"), CaptureError),
+    ],
+)
+def test_what_broke_a_capture_off_is_told_and_not_alone_that_it_was_broken_off(
+    first: Exception, told_as: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch has it, which ends the capture first."""
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+    def fails() -> tuple[Tensor, ...]:
+        raise first
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(told_as, match=f"^{re.escape(str(first))}") as told:
+        CudaGraph(None).capture(fails)
+    assert (told_as is torch.OutOfMemoryError) != ("a previous error during capture" in str(told.value))
 
 
 def test_a_replay_computes_anew_from_what_its_inputs_hold_then() -> None:
