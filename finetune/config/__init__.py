@@ -2,7 +2,7 @@
 
 from finetune.config.activations import ActivationConfig
 from finetune.config.data import DataConfig, SourceConfig
-from finetune.config.deepspeed import DiskSettings, fit_bucket, to_deepspeed
+from finetune.config.deepspeed import DiskSettings, fit_bucket, to_deepspeed, updates_early
 from finetune.config.lora import LoraConfig
 from finetune.config.memory import OffloadConfig, ZenFlowConfig, ZeroConfig
 from finetune.config.model import ModelConfig, TokenizerConfig, TrainTokenizerConfig
@@ -36,4 +36,5 @@ __all__ = [
     "ZeroConfig",
     "fit_bucket",
     "to_deepspeed",
+    "updates_early",
 ]

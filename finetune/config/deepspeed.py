@@ -31,6 +31,14 @@ class DiskSettings:
     """Elements the optimizer reads, updates and writes at once."""
 
 
+def updates_early(config: TuneConfig) -> bool:
+    """Whether DeepSpeed updates weights while gradients are still computed: SuperOffload, where nothing waits for their norm.
+
+    By DeepSpeed 0.19.8, ``runtime/superoffload/superoffload_stage3.py``: what turns out not to be finite is in them by then.
+    """
+    return config.offload.method == "superoffload" and config.optimizer.clip == 0
+
+
 def to_deepspeed(
     config: TuneConfig,
     *,

@@ -14,6 +14,7 @@ from finetune.distributed import random_state, set_random_state
 from finetune.engines.loss_scale import LossScale, is_everyday, reason_of_bad_gradient
 from finetune.engines.optimizer import EngineOptimizer
 from finetune.engines.protocol import StepOutcome
+from finetune.errors import NotFinite
 
 
 class _Engine(Protocol):
@@ -47,6 +48,8 @@ class EngineBase(Generic[Updated]):
     loss_scale: LossScale | None
     """In fp16."""
     _optimizer: Updated
+    _updates_early = False
+    """Whether weights take a step's gradients before all ranks know that they are finite."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -72,6 +75,9 @@ class EngineBase(Generic[Updated]):
 
         Args:
             diagnose: finds, in words, where what is not finite came from; told why the step is skipped.
+
+        Raises:
+            NotFinite: the step must not count, and counts already.
         """
         bad_loss = not math.isfinite(found.loss_sum)
         loss_sum, squares, losses, gradients, stops = self._sum(
@@ -87,6 +93,13 @@ class EngineBase(Generic[Updated]):
             self._before_update(norm)
         elif diagnose is not None and not is_everyday(skipped, self.loss_scale):
             diagnosis = diagnose(skipped)
+        if skipped is not None and self._updates_early:
+            where = f" ({diagnosis})" if diagnosis else ""
+            raise NotFinite(
+                f"the {skipped} was not a finite number{where}, and the weights had taken this step's gradients already, as "
+                "they do with offload.method superoffload and optimizer.clip 0: go on from the newest checkpoint with a larger "
+                "optimizer.clip, where such a step changes nothing"
+            )
         self._optimizer.skip_update = skipped is not None
         updated = self._optimizer.update()
         if updated:

@@ -23,7 +23,10 @@ def test_long_files_come_first_then_those_of_many_tests_each_in_one_piece() -> N
     given = list(items)
     conftest.pytest_collection_modifyitems(SimpleNamespace(), items)  # type: ignore[arg-type]
     assert items == given, "nothing is dealt out"
-    conftest.pytest_collection_modifyitems(SimpleNamespace(workerinput={}), items)  # type: ignore[arg-type]
+    of_a_device, others = (SimpleNamespace(markexpr=of) for of in ("gpu", "not gpu and not slow"))
+    conftest.pytest_collection_modifyitems(SimpleNamespace(workerinput={}, option=of_a_device), items)  # type: ignore[arg-type]
+    assert items == given, "tests for a device are in an order of their own"
+    conftest.pytest_collection_modifyitems(SimpleNamespace(workerinput={}, option=others), items)  # type: ignore[arg-type]
     assert [item.nodeid for item in items] == [
         f"{first}::z", f"{second}::b", f"{second}::a", "tests/many.py::a", "tests/many.py::b", "tests/few.py::a",
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-from finetune.config import TuneConfig, fit_bucket, to_deepspeed
+from finetune.config import TuneConfig, fit_bucket, to_deepspeed, updates_early
 from finetune.data.batches import Microbatch
 from finetune.distributed import random_state, set_random_state
 from finetune.engines.base import EngineBase, Reduced
@@ -112,7 +112,7 @@ class ZeroEngine(EngineBase[ZeroOptimizer]):
         """
         super().__init__(device)
         self.data_rank, self.data_ranks = self.rank, self.world_size
-        self._stage = config.zero.stage
+        self._stage, self._updates_early = config.zero.stage, updates_early(config)
         self._accumulation = config.accumulation
         dtype = DTYPES[precision]
         self.loss_scale = LossScale() if precision == "fp16" else None

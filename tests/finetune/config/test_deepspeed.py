@@ -19,7 +19,7 @@ from finetune.config import (
     ZeroConfig,
     to_deepspeed,
 )
-from finetune.config.deepspeed import SUB_GROUPS, fit_bucket
+from finetune.config.deepspeed import SUB_GROUPS, fit_bucket, updates_early
 from tests.finetune.config.test_rules import tune
 
 DISK = DiskSettings(
@@ -118,6 +118,16 @@ def test_a_method_is_named_only_where_it_is_deepspeeds() -> None:
         assert "zenflow" not in zero, "ours works over the flat pieces, and DeepSpeed knows nothing of it"
     paces = OffloadConfig(optimizer="cpu", method="zenflow", zenflow=ZenFlowConfig(share=0.5))
     assert zero_of(tune(offload=paces)) == zero_of(tune(offload=OffloadConfig(optimizer="cpu")))
+
+
+@pytest.mark.parametrize(
+    ("method", "clip", "early"),
+    [("superoffload", 0.0, True), ("superoffload", 1.0, False), ("plain", 0.0, False), ("zenflow", 0.0, False)],
+)
+def test_weights_are_updated_early_where_superoffload_waits_for_no_norm(method: Any, clip: float, early: bool) -> None:
+    save = SaveConfig(resume_state=method != "superoffload")
+    config = tune(offload=OffloadConfig(optimizer="cpu", method=method), save=save)
+    assert updates_early(replace(config, optimizer=replace(config.optimizer, clip=clip))) is early
 
 
 def test_a_step_is_cut_as_the_configuration_says() -> None:
